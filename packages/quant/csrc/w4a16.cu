@@ -86,6 +86,7 @@ void launch_tile(W4Params p, DLDevice device) {
   launch_slices<T>(kernel, p, row_tiles, tiles, Tile::threads * p.parts, bytes * p.parts, device);
 }
 
+// The limits are those of the designs in EXPERIMENTS.md, "4-bit linear".
 template <typename T, int GROUP>
 void launch_group(const W4Params& p, DLDevice device) {
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);

@@ -6,6 +6,9 @@
 // sums of the CTAs before it, in their order, and writes the result. So a CTA waits for CTAs of smaller numbers alone.
 // Assumed, as CUDA does not promise it: CTAs start in the order of blockIdx, so those that it waits for have started.
 // Sums of others come through the ring of stages like loads, and results leave through stages of it.
+//
+// Pairs: two CTAs of a cluster share each tile instead. Each has half of the steps, gets the other's sums of half of
+// the tokens, and writes those.
 #pragma once
 
 #include "w4a16_wgmma_tile.cuh"
@@ -17,21 +20,25 @@ constexpr int kMaxStreamCtas = 256;
 struct StreamParams : WgmmaParams {
   uint32_t* flags = nullptr;  // [CTAs]: set once a CTA's sums are in `partial`, [CTA][fragment][consumer] of float4
   int token_tiles = 0, row_ctas = 0;  // the grid: row_ctas CTAs for each token tile
+  int share = 0, rest = 0;            // steps of a CTA, and those that are left over
+  bool pairs = false;                 // two CTAs for each tile, and no flags
   bool aligned_out = false;           // rows of out are aligned to 16 bytes
 };
 
-template <typename Tile>
+// What leaves a CTA, or comes from another: a tile, or one of PARTS of its tokens, in pieces that fit a stage.
+template <typename Tile, int PARTS = 1>
 struct StreamTile {
+  static constexpr int tokens = Tile::tokens / PARTS, fragments = Tile::fragments / PARTS;
   static constexpr int pitch = Tile::rows * 2 + 16;  // bytes of a token's results: keeps stmatrix free of conflicts
   static constexpr int most_tokens = Tile::bytes / pitch / 16 * 16;  // of a stage
-  static constexpr int out_chunks = (Tile::tokens + most_tokens - 1) / most_tokens;
-  static constexpr int out_tokens = ((Tile::tokens + out_chunks - 1) / out_chunks + 15) / 16 * 16;
+  static constexpr int out_chunks = (tokens + most_tokens - 1) / most_tokens;
+  static constexpr int out_tokens = ((tokens + out_chunks - 1) / out_chunks + 15) / 16 * 16;
   static constexpr int fragment_bytes = Tile::consumers * 16;
   static constexpr int most_fragments = Tile::bytes / fragment_bytes;  // of a stage
-  static constexpr int sum_chunks = (Tile::fragments + most_fragments - 1) / most_fragments;
-  static constexpr int sum_fragments = (Tile::fragments + sum_chunks - 1) / sum_chunks;
-  static constexpr int slot_bytes = Tile::fragments * fragment_bytes;
-  static_assert(out_tokens * pitch <= Tile::bytes && out_tokens * out_chunks >= Tile::tokens);
+  static constexpr int sum_chunks = (fragments + most_fragments - 1) / most_fragments;
+  static constexpr int sum_fragments = (fragments + sum_chunks - 1) / sum_chunks;
+  static constexpr int slot_bytes = fragments * fragment_bytes;
+  static_assert(out_tokens * pitch <= Tile::bytes && out_tokens * out_chunks >= tokens && tokens % 16 == 0);
   static_assert(sum_fragments * fragment_bytes <= Tile::bytes && Tile::m_blocks == 1);
 };
 
@@ -46,39 +53,37 @@ struct RingPlace {
   }
 };
 
-// What a CTA does: steps begin to end of those of all row tiles, for a token tile.
+// What a CTA does: steps begin to end of those of all row tiles, for a token tile. Its row tiles are `count` ones from
+// `first` on, in the order of the work: whole ones, the one that goes on in the next CTA, and the one that began in a
+// CTA before.
 struct StreamShare {
   int number, first_token;
-  int64_t begin, end;
-};
-
-__device__ __forceinline__ int64_t share_begin(const StreamParams& p, int number) {
-  return int64_t{p.row_tiles} * p.steps * number / p.row_ctas;
-}
-
-template <typename Tile>
-__device__ __forceinline__ StreamShare share_of_cta(const StreamParams& p) {
-  const int number = blockIdx.x / p.token_tiles, token_tile = blockIdx.x - number * p.token_tiles;
-  return {number, token_tile * Tile::tokens, share_begin(p, number), share_begin(p, number + 1)};
-}
-
-// The row tiles of a share, in the order of the work: whole ones, the one that goes on in the next CTA, and the one
-// that began in a CTA before.
-struct ShareTiles {
+  int begin, end;
   int first, end_of_whole, whole, count;
-  bool goes_on;
 
-  __device__ __forceinline__ ShareTiles(const StreamShare& share, int steps)
-      : first(static_cast<int>(share.begin / steps)),
-        end_of_whole(static_cast<int>(share.end / steps)),
-        whole(max(end_of_whole - static_cast<int>((share.begin + steps - 1) / steps), 0)),
-        count(static_cast<int>((share.end - 1) / steps) - first + 1),
-        goes_on(share.end % steps != 0) {}
-
-  __device__ __forceinline__ int operator[](int i) const {
-    return i < whole ? end_of_whole - 1 - i : i == whole && goes_on ? end_of_whole : first;
+  __device__ __forceinline__ int tile(int i) const {
+    return i < whole ? end_of_whole - 1 - i : i == whole && first + count > end_of_whole ? end_of_whole : first;
   }
 };
+
+__device__ __forceinline__ int share_begin(const StreamParams& p, int number) {
+  return p.share * number + p.rest * number / p.row_ctas;
+}
+
+__device__ __forceinline__ StreamShare share_of_cta(const StreamParams& p, int tokens_of_tile) {
+  StreamShare s;
+  const int block = p.pairs ? blockIdx.x / 2 : blockIdx.x;
+  s.number = block / p.token_tiles;
+  s.first_token = (block - s.number * p.token_tiles) * tokens_of_tile;
+  if (p.pairs) s.number = s.number * 2 + blockIdx.x % 2;
+  s.begin = share_begin(p, s.number);
+  s.end = share_begin(p, s.number + 1);
+  s.first = s.begin / p.steps;
+  s.end_of_whole = s.end / p.steps;
+  s.whole = max(s.end_of_whole - s.first - (s.begin != s.first * p.steps), 0);
+  s.count = s.end_of_whole - s.first + (s.end != s.end_of_whole * p.steps);
+  return s;
+}
 
 // Steps of a row tile that a CTA does.
 struct Piece {
@@ -86,15 +91,26 @@ struct Piece {
 };
 
 __device__ __forceinline__ Piece piece_of(const StreamParams& p, int row_tile, const StreamShare& share) {
-  const int64_t first = int64_t{row_tile} * p.steps;
-  return {static_cast<int>(max(share.begin - first, int64_t{0})),
-          static_cast<int>(min(share.end - first, static_cast<int64_t>(p.steps)))};
+  const int first = row_tile * p.steps;
+  return {max(share.begin - first, 0), min(share.end - first, p.steps)};
+}
+
+__device__ __forceinline__ int steps_of(const StreamParams& p, int row_tile, const StreamShare& share) {
+  const Piece piece = piece_of(p, row_tile, share);
+  return piece.end - piece.first;
 }
 
 // The first CTA that has steps of this CTA's row tile: the number of its share.
 __device__ __forceinline__ int first_contributor(const StreamParams& p, int row_tile, int number) {
-  while (share_begin(p, number) > int64_t{row_tile} * p.steps) --number;
+  while (share_begin(p, number) > row_tile * p.steps) --number;
   return number;
+}
+
+// Between plain stores of sums and bulk copies of them: by who writes, and by who copies.
+__device__ __forceinline__ void fence_loads_of_sums() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async;" ::: "memory");
+#endif
 }
 
 __device__ __forceinline__ void wait_for_flag(const uint32_t* flag) {
@@ -103,14 +119,21 @@ __device__ __forceinline__ void wait_for_flag(const uint32_t* flag) {
   do {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(set) : "l"(flag) : "memory");
   } while (!set);
-  asm volatile("fence.proxy.async;" ::: "memory");
 #endif
+  fence_loads_of_sums();
 }
 
 __device__ __forceinline__ void set_flag(uint32_t* flag) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   __threadfence();
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(1u) : "memory");
+#endif
+}
+
+// An arrival on an mbarrier of the other CTA of a pair, who then sees the sums.
+__device__ __forceinline__ void arrive_released(uint32_t barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 #endif
 }
 
@@ -122,17 +145,43 @@ __global__ void __launch_bounds__(kMaxStreamCtas) w4a16_stream_flags_kernel(cons
   p.flags[threadIdx.x] = 0;
 }
 
+// One thread: stages for results.
+template <int STAGES>
+__device__ __forceinline__ void hand_out(const StreamParams& p, uint64_t* full, const uint64_t* empty, RingPlace& at) {
+#pragma unroll 1
+  for (int i = 0; i < STAGES; ++i) {
+    ptx::mbarrier_wait(empty + at.stage, at.phase ^ 1);
+    ptx::mbarrier_arrive(full + at.stage);
+    at.advance(p.stages);
+  }
+}
+
+// One thread: loads the sums of another CTA, in the pieces of S.
+template <typename Tile, typename S>
+__device__ __forceinline__ void load_sums(const StreamParams& p, int cta, uint32_t ring, uint64_t* full,
+                                          const uint64_t* empty, RingPlace& at) {
+  constexpr int kBytes = S::sum_fragments * S::fragment_bytes;
+  const char* const from = reinterpret_cast<const char*>(p.partial) + int64_t{cta} * S::slot_bytes;
+#pragma unroll 1
+  for (int done = 0; done < S::slot_bytes; done += kBytes) {
+    const int bytes = min(kBytes, S::slot_bytes - done);
+    ptx::mbarrier_wait(empty + at.stage, at.phase ^ 1);
+    ptx::mbarrier_arrive_expect_tx(full + at.stage, bytes);
+    ptx::bulk_load(ring + at.stage * Tile::bytes, from + done, bytes, full + at.stage);
+    at.advance(p.stages);
+  }
+}
+
 // One thread: all loads of a CTA.
 template <typename Tile>
 __device__ __forceinline__ void stream_loads(const StreamParams& p, uint32_t ring, uint64_t* full,
-                                             const uint64_t* empty, const StreamShare& share) {
-  using S = StreamTile<Tile>;
-  const ShareTiles tiles(share, p.steps);
-  const Piece at_start = piece_of(p, tiles[0], share);
+                                             const uint64_t* empty, const uint64_t* received,
+                                             const StreamShare& share) {
+  const int first_tile = share.tile(0);
+  const Piece at_start = piece_of(p, first_tile, share);
   const int ahead = min(p.stages, at_start.end - at_start.first);
-  ptx::prefetch_tensor_map(p.x_map);
   for (int s = 0; s < ahead; ++s) {
-    load_weights<Tile>(p, ring + s * Tile::bytes, full + s, tiles[0] * Tile::rows, at_start.first + s);
+    load_weights<Tile>(p, ring + s * Tile::bytes, full + s, first_tile * Tile::rows, at_start.first + s);
   }
   pdl_wait();
   pdl_trigger();
@@ -141,8 +190,8 @@ __device__ __forceinline__ void stream_loads(const StreamParams& p, uint32_t rin
   }
   RingPlace at;
   int loaded = ahead;
-  for (int t = 0; t < tiles.count; ++t) {
-    const int tile = tiles[t];
+  for (int t = 0; t < share.count; ++t) {
+    const int tile = share.tile(t);
     const Piece piece = piece_of(p, tile, share);
     for (int step = piece.first; step < piece.end; ++step) {
       if (loaded > 0) {
@@ -154,28 +203,118 @@ __device__ __forceinline__ void stream_loads(const StreamParams& p, uint32_t rin
       }
       at.advance(p.stages);
     }
+    if (p.pairs) {
+      ptx::mbarrier_wait_cluster(received, 0);
+      fence_loads_of_sums();
+      load_sums<Tile, StreamTile<Tile, 2>>(p, blockIdx.x ^ 1, ring, full, empty, at);
+      hand_out<StreamTile<Tile, 2>::out_chunks>(p, full, empty, at);
+      return;
+    }
     if (piece.end < p.steps) continue;
     if (piece.first > 0) {
       for (int number = first_contributor(p, tile, share.number); number < share.number; ++number) {
         const int cta = blockIdx.x - (share.number - number) * p.token_tiles;
         wait_for_flag(p.flags + cta);
-        const char* const from = reinterpret_cast<const char*>(p.partial) + int64_t{cta} * S::slot_bytes;
-        for (int chunk = 0; chunk < S::sum_chunks; ++chunk) {
-          const int first = chunk * S::sum_fragments, count = min(S::sum_fragments, Tile::fragments - first);
-          ptx::mbarrier_wait(empty + at.stage, at.phase ^ 1);
-          ptx::mbarrier_arrive_expect_tx(full + at.stage, count * S::fragment_bytes);
-          ptx::bulk_load(ring + at.stage * Tile::bytes, from + first * S::fragment_bytes, count * S::fragment_bytes,
-                         full + at.stage);
-          at.advance(p.stages);
+        load_sums<Tile, StreamTile<Tile>>(p, cta, ring, full, empty, at);
+      }
+    }
+    hand_out<StreamTile<Tile>::out_chunks>(p, full, empty, at);
+  }
+}
+
+// COUNT fragments of a thread's sums from number FIRST on, as float4 for each consumer.
+template <typename Tile, int FIRST, int COUNT>
+__device__ __forceinline__ void put_sums(float4* to, const float (&acc)[Tile::tokens / 2]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    constexpr int f = FIRST * 4;
+    to[i * Tile::consumers] = make_float4(acc[f + 4 * i], acc[f + 4 * i + 1], acc[f + 4 * i + 2], acc[f + 4 * i + 3]);
+  }
+}
+
+// Adds the sums that come through the ring to those from fragment FIRST on.
+template <typename Tile, int FIRST, typename S, typename Release>
+__device__ __forceinline__ void add_sums(const StreamParams& p, float (&acc)[Tile::tokens / 2], const char* ring,
+                                         const uint64_t* full, RingPlace& at, const Release& release) {
+#pragma unroll
+  for (int chunk = 0; chunk < S::sum_chunks; ++chunk) {
+    ptx::mbarrier_wait(full + at.stage, at.phase);
+    const float4* const from = reinterpret_cast<const float4*>(ring + at.stage * Tile::bytes) + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < S::sum_fragments; ++i) {
+      if (chunk * S::sum_fragments + i >= S::fragments) break;
+      const int f = (FIRST + chunk * S::sum_fragments + i) * 4;
+      const float4 v = from[i * Tile::consumers];
+      acc[f] += v.x;
+      acc[f + 1] += v.y;
+      acc[f + 2] += v.z;
+      acc[f + 3] += v.w;
+    }
+    release(at.stage);
+    at.advance(p.stages);
+  }
+}
+
+// Writes the results of tokens from FIRST on, through stages of the ring.
+template <typename T, typename Tile, int FIRST, typename S, typename Release>
+__device__ __forceinline__ void write_results(const StreamParams& p, const float (&acc)[Tile::tokens / 2],
+                                              uint32_t ring, const uint64_t* full, RingPlace& at,
+                                              const Release& release, int first_row, int first_token, int row_of_warp) {
+  const int thread = threadIdx.x, lane = thread % 32;
+  float bias[2] = {};
+  if (p.bias) {
+    const T* const from = reinterpret_cast<const T*>(p.bias) + first_row + row_of_warp + lane / 4;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (first_row + row_of_warp + lane / 4 + 8 * r < p.outputs) bias[r] = static_cast<float>(from[8 * r]);
+    }
+  }
+  constexpr int kPacks = Tile::rows / 8, kPairs = S::out_tokens / 16;
+#pragma unroll
+  for (int chunk = 0; chunk < S::out_chunks; ++chunk) {
+    ptx::mbarrier_wait(full + at.stage, at.phase);
+    const uint32_t buffer = ring + at.stage * Tile::bytes;
+    const uint32_t to = buffer + (lane / 16 * 8 + lane % 8) * S::pitch + (row_of_warp + lane / 8 % 2 * 8) * 2;
+#pragma unroll
+    for (int j = 0; j < kPairs; ++j) {
+      if ((chunk * kPairs + j) * 16 >= S::tokens) break;
+      const int f = FIRST / 2 + (chunk * kPairs + j) * 8;
+      unsigned m[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        m[i] = ptx::pack_pair<T>(make_float2(acc[f + 2 * i] + bias[i % 2], acc[f + 2 * i + 1] + bias[i % 2]));
+      }
+      ptx::store_matrices_transposed(to + j * 16 * S::pitch, m);
+    }
+    ptx::named_barrier(1, Tile::consumers);
+    const int first = first_token + FIRST + chunk * S::out_tokens;
+    const int count = min(min(S::out_tokens, S::tokens - chunk * S::out_tokens), p.tokens - first);
+    for (int i = thread; i < count * kPacks; i += Tile::consumers) {
+      const int token = i / kPacks, row = i % kPacks * 8;
+      if (first_row + row >= p.outputs) continue;
+      const uint4 v = ptx::load_shared_uint4(buffer + token * S::pitch + row * 2);
+      char* const out = p.out + (first + token) * p.out_stride + int64_t{first_row + row} * 2;
+      if (p.aligned_out) {
+        *reinterpret_cast<uint4*>(out) = v;
+      } else {
+        const uint32_t words_of[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          reinterpret_cast<unsigned short*>(out)[e] = static_cast<unsigned short>(words_of[e / 2] >> 16 * (e % 2));
         }
       }
     }
-    for (int chunk = 0; chunk < S::out_chunks; ++chunk) {  // stages for results
-      ptx::mbarrier_wait(empty + at.stage, at.phase ^ 1);
-      ptx::mbarrier_arrive(full + at.stage);
-      at.advance(p.stages);
-    }
+    ptx::fence_proxy_async();
+    release(at.stage);
+    at.advance(p.stages);
   }
+}
+
+// Whether this is the first lane, read anew: in a register it would cost the products theirs.
+__device__ __forceinline__ bool first_lane() {
+  uint32_t lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane == 0;
 }
 
 template <typename T, typename Tile>
@@ -183,54 +322,58 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
     w4a16_stream_kernel(const __grid_constant__ StreamParams p) {
 #ifdef KESTREL_HAS_WGMMA
   using S = StreamTile<Tile>;
+  using Half = StreamTile<Tile, 2>;
   constexpr int N = Tile::tokens;
   extern __shared__ char dynamic[];
-  __shared__ uint64_t full[Tile::max_stages], empty[Tile::max_stages];
+  __shared__ uint64_t full[Tile::max_stages], empty[Tile::max_stages], received;
+  __shared__ StreamShare share;  // in registers it would cost the products theirs
   const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
   if (threadIdx.x == 0) {
     for (int s = 0; s < p.stages; ++s) {
       ptx::mbarrier_init(full + s, 1);
       ptx::mbarrier_init(empty + s, Tile::consumers / 32);
     }
+    ptx::mbarrier_init(&received, 1);
     ptx::fence_mbarrier_init();
+    share = share_of_cta(p, Tile::tokens);
+  }
+  if (threadIdx.x == Tile::consumers) {
+    for (const CUtensorMap* map : {&p.code_map, &p.scale_map, &p.x_map}) ptx::prefetch_tensor_map(*map);
   }
   __syncthreads();
+  if (p.pairs) {  // the other CTA has its mbarrier
+    ptx::cluster_arrive_relaxed();
+    ptx::cluster_wait();
+  }
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32 % 4, warpgroup = thread / 128;
-  const StreamShare share = share_of_cta<Tile>(p);
 
   if (thread >= Tile::consumers) {
     ptx::reduce_registers<Tile::producer_registers>();
-    if (thread == Tile::consumers) stream_loads<Tile>(p, ring, full, empty, share);
+    if (thread == Tile::consumers) stream_loads<Tile>(p, ring, full, empty, &received, share);
     return;
   }
 
   ptx::raise_registers<Tile::consumer_registers>();
-  const char* const ring_pointer = dynamic + (ring - ptx::shared_address(dynamic));
   const int row_of_warp = warpgroup * 64 + warp * 16;
   const StagePlace<Tile> place(ring, row_of_warp, lane);
   RingPlace at;
   const auto release = [&](int stage) {
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(empty + stage);
+    if (first_lane()) ptx::mbarrier_arrive(empty + stage);
   };
 
-  const ShareTiles tiles(share, p.steps);
-  for (int t = 0; t < tiles.count; ++t) {
-    const int tile = tiles[t];
-    const Piece piece = piece_of(p, tile, share);
-    const int first_row = tile * Tile::rows;
-
+  for (int t = 0; t < share.count; ++t) {
     // -- main loop, as that of w4a16_wgmma_kernel --
 
     float acc[1][N / 2];
     uint32_t fragments[Tile::depth][8 * Tile::batch];
-    const int steps = piece.end - piece.first;
+    const int steps = steps_of(p, share.tile(t), share);
     int previous = 0;  // the stage that products may still read
     for (int i = 0; i < steps; ++i) {
       ptx::mbarrier_wait(full + at.stage, at.phase);
       const auto previous_done = [&] {  // with more branches here ptxas would not overlap products
         __syncwarp();
-        if (i > 0 && lane == 0) ptx::mbarrier_arrive(empty + previous);
+        if (i > 0 && first_lane()) ptx::mbarrier_arrive(empty + previous);
       };
       multiply_stage<T, Tile>(p, acc, fragments, place, at.stage * Tile::bytes, previous_done, i > 0);
       previous = at.stage;
@@ -239,98 +382,55 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_registers(acc[0]);
     release(previous);
+    const int tile = share.tile(t), first_row = tile * Tile::rows;
+    const Piece piece = piece_of(p, tile, share);
+    char* const ring_pointer = dynamic + (ring - ptx::shared_address(dynamic));
+
+    // Sums, once all consumers have left them in scratch memory.
+    const auto publish = [&](const auto& to_reader) {
+      fence_loads_of_sums();
+      __threadfence();
+      ptx::named_barrier(1, Tile::consumers);
+      if (thread == 0) to_reader();
+    };
+
+    // -- pairs: sums of half of the tokens to the other CTA, results of the others --
+
+    const auto finish_half = [&](auto rank) {
+      constexpr int kRank = decltype(rank)::value, kOwn = kRank * Half::fragments, kOther = Half::fragments - kOwn;
+      put_sums<Tile, kOther, Half::fragments>(
+          reinterpret_cast<float4*>(p.partial) + int64_t{blockIdx.x} * (Half::slot_bytes / 16) + thread, acc[0]);
+      publish([&] { arrive_released(ptx::map_shared(ptx::shared_address(&received), 1 - kRank)); });
+      add_sums<Tile, kOwn, Half>(p, acc[0], ring_pointer, full, at, release);
+      write_results<T, Tile, kOwn * 8, Half>(p, acc[0], ring, full, at, release, first_row, share.first_token,
+                                             row_of_warp);
+    };
+    if (p.pairs) {
+      if (blockIdx.x % 2 == 0) {
+        finish_half(std::integral_constant<int, 0>());
+      } else {
+        finish_half(std::integral_constant<int, 1>());
+      }
+      return;
+    }
 
     // -- sums of a tile that goes on in the next CTA --
 
     if (piece.end < p.steps) {
-      float4* const to = reinterpret_cast<float4*>(p.partial) + int64_t{blockIdx.x} * (S::slot_bytes / 16) + thread;
-#pragma unroll
-      for (int i = 0; i < Tile::fragments; ++i) {
-        to[i * Tile::consumers] = make_float4(acc[0][4 * i], acc[0][4 * i + 1], acc[0][4 * i + 2], acc[0][4 * i + 3]);
-      }
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-      asm volatile("fence.proxy.async;" ::: "memory");  // a bulk copy reads them
-#endif
-      __threadfence();
-      ptx::named_barrier(1, Tile::consumers);
-      if (thread == 0) set_flag(p.flags + blockIdx.x);
+      put_sums<Tile, 0, Tile::fragments>(
+          reinterpret_cast<float4*>(p.partial) + int64_t{blockIdx.x} * (S::slot_bytes / 16) + thread, acc[0]);
+      publish([&] { set_flag(p.flags + blockIdx.x); });
       continue;
     }
 
-    // -- sums of the CTAs before --
+    // -- sums of the CTAs before, result --
 
     if (piece.first > 0) {
       for (int number = first_contributor(p, tile, share.number); number < share.number; ++number) {
-#pragma unroll
-        for (int chunk = 0; chunk < S::sum_chunks; ++chunk) {
-          ptx::mbarrier_wait(full + at.stage, at.phase);
-          const float4* const from = reinterpret_cast<const float4*>(ring_pointer + at.stage * Tile::bytes) + thread;
-#pragma unroll
-          for (int i = 0; i < S::sum_fragments; ++i) {
-            const int f = chunk * S::sum_fragments + i;
-            if (f >= Tile::fragments) break;
-            const float4 v = from[i * Tile::consumers];
-            acc[0][4 * f] += v.x;
-            acc[0][4 * f + 1] += v.y;
-            acc[0][4 * f + 2] += v.z;
-            acc[0][4 * f + 3] += v.w;
-          }
-          release(at.stage);
-          at.advance(p.stages);
-        }
+        add_sums<Tile, 0, S>(p, acc[0], ring_pointer, full, at, release);
       }
     }
-
-    // -- result --
-
-    float bias[2] = {};
-    if (p.bias) {
-      const T* const from = reinterpret_cast<const T*>(p.bias) + first_row + row_of_warp + lane / 4;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        if (first_row + row_of_warp + lane / 4 + 8 * r < p.outputs) bias[r] = static_cast<float>(from[8 * r]);
-      }
-    }
-    constexpr int kPacks = Tile::rows / 8;
-#pragma unroll
-    for (int chunk = 0; chunk < S::out_chunks; ++chunk) {
-      constexpr int kPairs = S::out_tokens / 16;
-      ptx::mbarrier_wait(full + at.stage, at.phase);
-      const uint32_t buffer = ring + at.stage * Tile::bytes;
-      const uint32_t to = buffer + (lane / 16 * 8 + lane % 8) * S::pitch + (row_of_warp + lane / 8 % 2 * 8) * 2;
-#pragma unroll
-      for (int j = 0; j < kPairs; ++j) {
-        const int f = (chunk * kPairs + j) * 8;
-        if (f >= N / 2) break;
-        unsigned m[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          m[i] = ptx::pack_pair<T>(make_float2(acc[0][f + 2 * i] + bias[i % 2], acc[0][f + 2 * i + 1] + bias[i % 2]));
-        }
-        ptx::store_matrices_transposed(to + j * 16 * S::pitch, m);
-      }
-      ptx::named_barrier(1, Tile::consumers);
-      const int first = share.first_token + chunk * S::out_tokens;
-      const int count = min(min(S::out_tokens, N - chunk * S::out_tokens), p.tokens - first);
-      for (int i = thread; i < count * kPacks; i += Tile::consumers) {
-        const int token = i / kPacks, row = i % kPacks * 8;
-        if (first_row + row >= p.outputs) continue;
-        const uint4 v = ptx::load_shared_uint4(buffer + token * S::pitch + row * 2);
-        char* const out = p.out + (first + token) * p.out_stride + int64_t{first_row + row} * 2;
-        if (p.aligned_out) {
-          *reinterpret_cast<uint4*>(out) = v;
-        } else {
-          const uint32_t words_of[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-          for (int e = 0; e < 8; ++e) {
-            reinterpret_cast<unsigned short*>(out)[e] = static_cast<unsigned short>(words_of[e / 2] >> 16 * (e % 2));
-          }
-        }
-      }
-      ptx::fence_proxy_async();
-      release(at.stage);
-      at.advance(p.stages);
-    }
+    write_results<T, Tile, 0, S>(p, acc[0], ring, full, at, release, first_row, share.first_token, row_of_warp);
   }
 #endif
 }

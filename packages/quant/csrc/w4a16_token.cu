@@ -43,7 +43,8 @@ struct W4TokenParams {
 __device__ __forceinline__ float token_activation(float h, TokenActivation activation) {
   if (activation == TokenActivation::silu) return __fdividef(h, 1.f + __expf(-h));
   if (activation == TokenActivation::gelu) return 0.5f * h * erfcf(h * -0.70710678f);
-  return __fdividef(h, 1.f + __expf(-1.5957691216057308f * (h + 0.044715f * h * h * h)));
+  constexpr float kFactor = 1.5957691216057308f;  // 2 sqrt(2 / pi)
+  return __fdividef(h, 1.f + __expf(-kFactor * (h + 0.044715f * h * h * h)));
 }
 
 // The words of a pack of x at k = 8 * index, into the order of the fragments: of a block of 64 k, lane quad q of a

@@ -5,6 +5,7 @@
 #include <kestrel/tensor_map.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "w4a16_stream.cuh"
 #include "w4a16_wgmma.cuh"
@@ -63,6 +64,7 @@ void launch_tiles(const W4Params& params, DLDevice device) {
 }
 
 // ctas: persistent CTAs, of which each SM must have room for one. p.partial has memory for a flag of each and its sums.
+// p.splits: 2 for a pair of CTAs for each tile.
 template <typename T, typename Tile>
 void launch_stream(const W4Params& params, int ctas, DLDevice device) {
   using Stream = StreamTile<Tile>;
@@ -75,13 +77,22 @@ void launch_stream(const W4Params& params, int ctas, DLDevice device) {
   p.row_tiles = (p.outputs + Tile::rows - 1) / Tile::rows;
   p.steps = (p.width + Tile::step - 1) / Tile::step;
   const int64_t steps = int64_t{p.row_tiles} * p.steps;
+  if (steps > std::numeric_limits<int>::max()) unsupported("a weight of more than 2^31 steps");
   p.row_ctas = static_cast<int>(std::min<int64_t>(std::min({ctas, sms, kMaxStreamCtas}) / p.token_tiles, steps));
   if (p.row_ctas < 1) unsupported("more tiles of tokens than CTAs");
+  p.share = static_cast<int>(steps / p.row_ctas);
+  p.rest = static_cast<int>(steps % p.row_ctas);
   ctas = p.row_ctas * p.token_tiles;
   p.stages = std::min((limit - Tile::alignment) / Tile::bytes, Tile::max_stages);
   p.aligned_out = reinterpret_cast<uintptr_t>(p.out) % 16 == 0 && (p.tokens == 1 || p.out_stride % 16 == 0);
   set_maps<Tile>(&p);
-  if (p.row_tiles % p.row_ctas != 0) {  // some tiles belong to several CTAs
+  p.pairs = p.splits == 2;
+  if (p.pairs) {
+    if (p.row_ctas != 2 * p.row_tiles || p.steps < 2) unsupported("pairs of CTAs for other than all tiles");
+    if (p.partial_floats < int64_t{ctas} * (StreamTile<Tile, 2>::slot_bytes / 4)) {
+      unsupported("too little scratch memory");
+    }
+  } else if (p.row_tiles % p.row_ctas != 0) {  // some tiles belong to several CTAs
     if (p.partial_floats < kMaxStreamCtas + int64_t{ctas} * (Stream::slot_bytes / 4)) {
       unsupported("too little scratch memory");
     }
@@ -89,7 +100,8 @@ void launch_stream(const W4Params& params, int ctas, DLDevice device) {
     p.partial += kMaxStreamCtas;
     launch_pdl(w4a16_stream_flags_kernel<T>, dim3(1), dim3(kMaxStreamCtas), device, p);
   }
-  launch_pdl(kernel, dim3(ctas), dim3(Tile::threads), device, p, p.stages * Tile::bytes + Tile::alignment);
+  launch_pdl(kernel, dim3(ctas), dim3(Tile::threads), device, p, p.stages * Tile::bytes + Tile::alignment,
+             p.pairs ? 2 : 1);
 }
 
 // Tokens of a CTA, then blocks of 64 rows of a warpgroup, warpgroups, k of a stage, products of 32 k started together,
@@ -141,6 +153,8 @@ void launch_group_stream(const W4Params& p, int tile, int ctas, DLDevice device)
       return launch(WgmmaTile<192, GROUP, 1, 3, 128, 1, 1, 2>());
     case 7:
       return launch(WgmmaTile<256, GROUP, 1, 2, 128, 1, 1, 4>());
+    case 8:
+      return launch(WgmmaTile<224, GROUP, 1, 2, 128, 1, 1, 4>());
   }
   unsupported("a tile of this number");
 }

@@ -42,7 +42,7 @@ SHAPES = [
 
 module = importlib.import_module("kestrel_quant.w4a16")
 # Each tile without slices of K, with a cluster of two, and with three slices and a second kernel; clusters of eight.
-# Each tile of persistent CTAs: few, which share tiles or have several, and as many as there can be.
+# Each tile of persistent CTAs: few, which share tiles or have several, and as many as there can be; in pairs.
 FORMS = (
     {"mma": Plan("mma")}
     | {
@@ -55,11 +55,15 @@ FORMS = (
         for number, tile in enumerate(STREAM_TILES)
         for ctas in (15, 113, MAX_STREAM_CTAS)
     }
+    | {f"pairs {tile.tokens}x{tile.rows}": Plan("stream", number, 2) for number, tile in enumerate(STREAM_TILES)}
 )
 FORCED = {
     name: of
     for name, of in FORMS.items()
-    if of.kernel == "mma" or of.splits == 2 + of.tile % 2 or of.ctas == (15, 113)[of.tile % 2]
+    if of.kernel == "mma"
+    or (of.kernel == "wgmma" and of.splits == 2 + of.tile % 2)
+    or of.ctas == (15, 113)[of.tile % 2]
+    or (of.kernel == "stream" and of.splits == 2)
 }
 
 
@@ -96,8 +100,11 @@ def force(of: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def chosen(t: int, n: int, k: int, sms: int) -> Plan:
         if of.kernel == "stream":
-            ctas = min(of.ctas, sms)
-            return of._replace(ctas=ctas, scratch=MAX_STREAM_CTAS + ctas * tile.tokens * tile.rows)
+            pairs = 2 * -(-t // tile.tokens) * -(-n // tile.rows)
+            if of.splits == 2 and pairs <= sms and k > 128:
+                return of._replace(ctas=pairs, scratch=pairs * tile.tokens * tile.rows // 2)
+            ctas = min(of.ctas or 113, sms)  # where pairs of CTAs are too many
+            return of._replace(splits=1, ctas=ctas, scratch=MAX_STREAM_CTAS + ctas * tile.tokens * tile.rows)
         floats = -(-t // tile.tokens) * tile.tokens * -(-n // tile.rows) * tile.rows * of.splits
         return of._replace(scratch=floats if of.scratch else 0)
 

@@ -18,7 +18,7 @@ module = importlib.import_module("kestrel_quant.w4a16")
 Tensor = torch.Tensor
 K, N, GROUP = 128, 24, 32
 MOST = 128  # tokens of the kernel
-HOPPER = module._Device((9, 0), 132)
+SMS = 132  # of GPU 3
 
 
 class OnGpu(torch.Tensor):
@@ -70,7 +70,7 @@ class Kernels:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     made = Kernels()
     monkeypatch.setattr(module, "kernels", made)
-    monkeypatch.setattr(module, "_device", lambda device: {3: HOPPER}[device])
+    monkeypatch.setattr(module, "_wgmma_sms", lambda device: {3: SMS}[device])
 
     def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
         made.calls.append(("mm", (out_dtype,)))
@@ -149,30 +149,29 @@ def wgmma_from_33(monkeypatch: pytest.MonkeyPatch, scratch: int = 0) -> None:
     """On sm_90, weights of any size run the wgmma kernel from 33 rows of x on."""
 
     def chosen(tokens: int, rows: int, columns: int, sms: int) -> Plan:
-        return Plan("wgmma", 0, 2, scratch=scratch) if sms and tokens > 32 else plan(tokens, rows, columns, 0)
+        return Plan("wgmma", 0, 2, scratch=scratch) if sms and tokens > 32 else plan(tokens, rows, columns, sms)
 
     monkeypatch.setattr(module, "plan", chosen)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+@pytest.mark.parametrize("sms", [0, SMS])
 @pytest.mark.parametrize("tokens", [0, 1, 16, 17, MOST, 200, 256])
 @pytest.mark.parametrize("of_plan", [0, 1000])
 def test_slices_of_k_have_memory_for_their_sums(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tokens: int, capability: tuple[int, int], of_plan: int
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, tokens: int, sms: int, of_plan: int
 ) -> None:
     """Without it the entry point adds the slices up within a cluster."""
-    found = module._Device(capability, 132 if capability == (9, 0) else 0)
-    monkeypatch.setattr(module, "_device", lambda device: {3: found}[device])
+    monkeypatch.setattr(module, "_wgmma_sms", lambda device: {3: sms}[device])
     wgmma_from_33(monkeypatch, of_plan)
     launch(activations(tokens, K).as_subclass(OnGpu), packed())
-    if tokens > MOST and not found.wgmma_sms:
+    if tokens > MOST and not sms:
         assert kernels.names == ["dequant", "mm"]
         return
     ((_, (*_, tile, scratch)),) = kernels.calls
-    wgmma = bool(found.wgmma_sms) and tokens > 32
+    wgmma = bool(sms) and tokens > 32
     assert tile == (0 if wgmma else -1)
     floats = of_plan if wgmma else 8 * tokens * N
-    if floats == 0 or (capability == (9, 0) and tokens <= 16):
+    if floats == 0 or (sms and tokens <= 16):
         assert scratch is None
     else:
         assert (scratch.numel(), scratch.dtype) == (floats, torch.float32)
@@ -204,15 +203,11 @@ def test_no_other_kernel_hides_a_plan_that_is_refused(
     assert kernels.calls == []
 
 
-def test_the_memory_for_sums_is_bounded(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_PARTIAL", 1000)
-    launch(activations(64, K).as_subclass(OnGpu), packed())
-    ((_, (*_, scratch)),) = kernels.calls
-    assert scratch.numel() == 1000
+def test_the_memory_for_sums_is_bounded() -> None:
+    assert plan(64, 1 << 20, 64, 0).scratch == 1 << 23
 
 
-@pytest.mark.parametrize("permuted", [True, False])
-@pytest.mark.parametrize("leading", [(2, 3), (MOST + 1,)])
+@pytest.mark.parametrize(("leading", "permuted"), [((2, 3), True), ((MOST + 1,), True), ((MOST + 1,), False)])
 def test_a_bad_argument_is_named_before_a_launch(kernels: Kernels, leading: tuple[int, ...], permuted: bool) -> None:
     w = packed(permuted=permuted)
     for wrong in ({"x": activations(*leading, K - 8)}, {"bias": activations(N + 1)}):
@@ -223,4 +218,21 @@ def test_a_bad_argument_is_named_before_a_launch(kernels: Kernels, leading: tupl
     out = memory[: x.numel() // K * N].view(*leading, N)
     with pytest.raises(ValueError, match="w4a16_linear: argument 'out': expected a tensor to write"):
         launch(x, w, out=out)
+    assert kernels.calls == []
+
+
+@pytest.mark.parametrize("shape", [(1, 6, N), (6, N), (3, 2, N)])
+def test_a_shape_that_two_dimensions_hide_is_refused_before_a_launch(kernels: Kernels, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=rf"w4a16_linear: argument 'out': expected shape \(2, 3, {N}\)"):
+        launch(activations(2, 3, K), packed(), out=torch.empty(shape).bfloat16())
+    assert kernels.calls == []
+
+
+@pytest.mark.parametrize("strided", ["x", "out"])
+def test_memory_that_a_copy_hides_is_checked_before_a_launch(kernels: Kernels, strided: str) -> None:
+    memory = torch.zeros(1000 * K).bfloat16()
+    x = memory[: 6 * K].view(2, 3, K) if strided == "out" else memory[: 12 * K].view(2, 6, K)[:, :3]
+    out = memory[: 6 * N].view(2, 3, N) if strided == "x" else memory[: 12 * N].view(2, 6, N)[:, :3]
+    with pytest.raises(ValueError, match="w4a16_linear: argument 'out': expected a tensor to write"):
+        launch(x, packed(), out=out)
     assert kernels.calls == []

@@ -32,7 +32,7 @@ def range_of(tokens: int) -> int:
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_within_a_range_of_tokens_the_tiles_are_the_same(rows: int, columns: int) -> None:
-    for tokens in range(1, 2100):
+    for tokens in range(1, 4200):
         first, own = plan(range_of(tokens), rows, columns, SMS), plan(tokens, rows, columns, SMS)
         assert own == first, tokens
         if own.tile >= 0:
@@ -46,12 +46,18 @@ def test_slices_have_k_and_memory_of_their_own(rows: int, columns: int, sms: int
     for tokens in (*range(17, 1100, 13), 2048, 5000, 20000):
         chosen = plan(tokens, rows, columns, sms)
         if chosen.tile < 0:
-            assert chosen == Plan(chosen.kernel)
+            assert chosen == Plan(chosen.kernel, scratch=chosen.scratch)
             continue
         tile = tile_of(chosen)
         row_tiles, token_tiles = -(-rows // tile.rows), -(-tokens // tile.tokens)
         if chosen.kernel == "stream":
             row_ctas = chosen.ctas // token_tiles
+            if chosen.splits == 2:
+                assert row_ctas == 2 * row_tiles
+                assert chosen.ctas == row_ctas * token_tiles <= sms
+                assert chosen.scratch == chosen.ctas * tile.tokens * tile.rows // 2
+                assert columns > 128
+                continue
             assert chosen.splits == 1
             assert 1 <= chosen.ctas == row_ctas * token_tiles <= sms
             shared = row_tiles % row_ctas != 0
@@ -67,9 +73,15 @@ def test_slices_have_k_and_memory_of_their_own(rows: int, columns: int, sms: int
 
 @pytest.mark.parametrize("tokens", [1, 64, 128, 129, 5000])
 def test_without_wgmma_128_rows_are_the_most_of_a_kernel(tokens: int) -> None:
-    assert plan(tokens, 8192, 8192, 0) == Plan("mma" if tokens <= 128 else "vendor")
+    assert plan(tokens, 8192, 8192, 0).kernel == ("mma" if tokens <= 128 else "vendor")
 
 
 def test_a_small_weight_runs_no_wgmma() -> None:
-    assert plan(64, 512, 512, SMS) == Plan("mma")
+    assert plan(64, 512, 512, SMS).kernel == "mma"
     assert plan(129, 512, 512, SMS) == Plan("vendor")
+
+
+@pytest.mark.parametrize("sms", [0, SMS])
+def test_slices_of_the_kernel_of_few_tokens_have_memory_or_are_a_cluster(sms: int) -> None:
+    assert plan(16, 512, 512, sms).scratch == (0 if sms else 8 * 16 * 512)
+    assert plan(17, 512, 512, sms).scratch == 8 * 17 * 512

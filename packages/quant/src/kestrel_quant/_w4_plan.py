@@ -13,12 +13,14 @@ from typing import NamedTuple
 
 MMA_TOKENS = 128
 """The most rows of ``w4a16_kernel``."""
-_WGMMA_TOKENS = 2048  # beyond, the vendor's GEMM, for which the weight is written once
+_WGMMA_TOKENS = 4096  # beyond, the vendor's GEMM, for which the weight is written once
 _LEAST = 1 << 20  # elements of a weight for wgmma
-_SMALL = 1 << 22  # up to here, tiles of 64 tokens take up to 128
+_SMALL = 1 << 22  # up to here, tiles of 64 tokens take up to 128, and more where pairs of CTAs fill the GPU
 _LARGE = 1 << 27  # from here on, tiles of 256 rows take up to 64 tokens
 SPLITS = 8  # of K, at most
 _K_STEP = 128
+_TOKENS_OF_CLUSTERS = 16  # of w4a16_kernel: beyond them, and without clusters, a second kernel may add slices up
+_MOST_PARTIAL = 1 << 23  # floats for their sums: kMaxPartial of csrc/w4a16.cu
 
 
 class Tile(NamedTuple):
@@ -57,6 +59,7 @@ STREAM_TILES = (
     Tile(192, 128, 1, 3.0, 2.5),
     Tile(192, 192, 1, 2.95, 2.68),
     Tile(256, 128, 1, 2.91, 2.66),
+    Tile(224, 128, 1, 2.95, 2.6),
 )
 """Those of ``w4a16_stream_kernel``, in the order there."""
 MAX_STREAM_CTAS = 256
@@ -67,6 +70,7 @@ _TILE_US, _SLICE_US, _SUM_US, _SUM_BYTES = 4.0, 3.0, 1.5, 6e6
 # The same of w4a16_stream_kernel, fitted to results/h100_w4_stream.json: a call; the results of one tile more, for 2^15
 # sums; tiles that CTAs share, and their sums, likewise; the time for which the clock stays high.
 _STREAM_US, _RESULT_US, _SHARED_US, _SHARED_SUM_US, _SHORT_US = 4.0, 3.0, 5.0, 6.0, 40.0
+_PAIR_SUM_US = 1.5  # sums that a pair exchanges, for 2^15; fitted to results/h200_w4_stream.json
 # The vendor's GEMM: its start, operations per microsecond, and writing the weight in 16 bits before it, per element.
 _VENDOR_US, _VENDOR_FLOPS, _DEQUANT_US, _DEQUANT_ELEMENT = 5.5, 7.2e8, 0.5, 2.53 / 3.9e6
 
@@ -80,7 +84,7 @@ class Plan(NamedTuple):
     tile: int = -1
     """of :data:`TILES` for "wgmma", of :data:`STREAM_TILES` for "stream" """
     splits: int = 1
-    """slices of K, for "wgmma" """
+    """slices of K, for "wgmma"; 2 for a cluster of two CTAs that halve K of each tile, for "stream" """
     ctas: int = 0
     """persistent CTAs that share the work, for "stream" """
     scratch: int = 0
@@ -92,7 +96,10 @@ class Plan(NamedTuple):
 def plan(tokens: int, rows: int, columns: int, sms: int) -> Plan:
     """The plan for x [tokens, columns] and a weight [rows, columns]. sms: of the GPU if it has wgmma, else 0."""
     if not sms or tokens <= 16 or tokens > _WGMMA_TOKENS or rows * columns < _LEAST:
-        return Plan("mma" if tokens <= MMA_TOKENS else "vendor")
+        if tokens > MMA_TOKENS:
+            return Plan("vendor")
+        in_cluster = sms and tokens <= _TOKENS_OF_CLUSTERS
+        return Plan("mma", scratch=0 if in_cluster else min(SPLITS * tokens * rows, _MOST_PARTIAL))
     return _on_hopper(-(-tokens // 32) * 32, rows, columns, sms)
 
 
@@ -100,9 +107,11 @@ def plan(tokens: int, rows: int, columns: int, sms: int) -> Plan:
 def _on_hopper(tokens: int, rows: int, columns: int, sms: int) -> Plan:
     """The plan for a multiple of 32 tokens and a weight that is not small."""
     elements = rows * columns
-    if tokens <= 64 or (tokens <= 128 and elements <= _SMALL):
+    if tokens <= 64 or elements <= _SMALL:
         number = (0 if tokens <= 32 else 2) + (elements >= _LARGE)
-        return _wgmma(number, tokens, rows, _fill(TILES[number], tokens, rows, columns, sms))
+        splits = _fill(TILES[number], tokens, rows, columns, sms)
+        if tokens <= 128 or splits == 2:
+            return _wgmma(number, tokens, rows, splits)
     cost, chosen = min(
         *(
             (_us(tile, splits, tokens, rows, columns, sms), _wgmma(number, tokens, rows, splits))
@@ -114,6 +123,11 @@ def _on_hopper(tokens: int, rows: int, columns: int, sms: int) -> Plan:
             (_stream_us(tile, row_ctas, tokens, rows, columns), _stream(number, row_ctas, tokens, rows))
             for number, tile in enumerate(STREAM_TILES)
             for row_ctas in _row_ctas(tile, tokens, rows, columns, sms)
+        ),
+        *(
+            (_pairs_us(tile, columns), _pairs(number, tokens, rows))
+            for number, tile in enumerate(STREAM_TILES)
+            if 2 * -(-tokens // tile.tokens) * -(-rows // tile.rows) <= sms and columns > _K_STEP
         ),
     )
     if tokens > MMA_TOKENS and cost > _vendor_us(tokens, rows, columns):
@@ -155,6 +169,20 @@ def _stream(number: int, row_ctas: int, tokens: int, rows: int) -> Plan:
     ctas = -(-tokens // tile.tokens) * row_ctas
     shared = -(-rows // tile.rows) % row_ctas != 0
     return Plan("stream", number, ctas=ctas, scratch=MAX_STREAM_CTAS + ctas * tile.tokens * tile.rows if shared else 0)
+
+
+def _pairs(number: int, tokens: int, rows: int) -> Plan:
+    tile = STREAM_TILES[number]
+    ctas = 2 * -(-tokens // tile.tokens) * -(-rows // tile.rows)
+    return Plan("stream", number, splits=2, ctas=ctas, scratch=ctas * tile.tokens * tile.rows // 2)
+
+
+def _pairs_us(tile: Tile, columns: int) -> float:
+    """The same for pairs of CTAs: the steps of one, and what they exchange."""
+    size = tile.tokens * tile.rows
+    products = -(-columns // (2 * _K_STEP)) * size * _K_STEP / (tile.rate * 1e6)
+    slower = max(0.0, products - _SHORT_US) * (tile.rate / tile.long_rate - 1)
+    return _STREAM_US + products + slower + _PAIR_SUM_US * size / (1 << 15)
 
 
 def _row_ctas(tile: Tile, tokens: int, rows: int, columns: int, sms: int) -> list[int]:

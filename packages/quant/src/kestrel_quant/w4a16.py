@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
@@ -15,10 +14,7 @@ from . import reference
 from ._checks import check_x_and_weight
 from ._launch import kernels
 from ._w4_layout import pack_codes
-from ._w4_plan import SPLITS, plan
-
-_TOKENS_OF_CLUSTERS = 16  # beyond them slices of K may be added up by a second kernel
-_MOST_PARTIAL = 1 << 23  # floats for the sums of slices, whatever their number
+from ._w4_plan import plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,15 +157,12 @@ def w4a16_linear(
     The weight is (code - zero) * scale, exact; accumulated in float32, rounded once.
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
-    The kernels take bf16 and fp16, T up to 128, N and K that are multiples of 8, and groups of 32, 64, multiples of 128
-    or whole rows. There a row is the same bit for bit within each range of T: 1 to 16, 17 to 64, 65 to 128; with groups
-    of 32 on GPUs of compute capability 10 or more, 17 to 32 and then each 32. On an H100 or H200 another kernel takes
-    17 to 128 rows where N * K is 2^20 or more, and up to 2048 where it is estimated to be faster than the vendor's
-    GEMM. It rounds each weight once to x's dtype. Its ranges are 17 to 32, 33 to 64, and then each 32: 65 to 96, 97 to
-    128, and so on. Other calls, and rows of x that are not aligned to 16 bytes, take the vendor's GEMM, and the weight
-    is first written in x's dtype, into N * K * 2 bytes of scratch memory. There and by reference a row may differ by
-    rounding from one T to another; for a fixed T it does not depend on the other rows. A weight that is rounded to fp16
-    is inf beyond 65504.
+    The kernels take bf16 and fp16, N and K that are multiples of 8, rows of x that are aligned to 16 bytes, and groups
+    of 32, 64, multiples of 128 or whole rows. A row is the same bit for bit within a range of T; "Ranges of rows" in
+    the README lists ranges, kernels, and which of them round each weight to x's dtype first. Other calls take the
+    vendor's GEMM, and the weight is first written in x's dtype, into N * K * 2 bytes of scratch memory. There and by
+    reference a row may differ by rounding from one T to another; for a fixed T it does not depend on the other rows. A
+    weight that is rounded to fp16 is inf beyond 65504.
 
     Raises ValueError or TypeError for a wrong dtype, shape or device. Semantics: Marlin, Frantar et al. 2024.
 
@@ -225,19 +218,16 @@ def _w4a16_linear(
     rows = scales.shape[1]
     result = into = empty(x, x.dtype, *x.shape[:-1], rows) if out is None else out
     tokens = x.shape[0] if x.ndim == 2 else x.shape[:-1].numel()
-    device = _device(x.get_device()) if x.is_cuda else _NO_GPU
-    chosen = plan(tokens, rows, x.shape[-1], device.wgmma_sms)
+    chosen = plan(tokens, rows, x.shape[-1], _wgmma_sms(x.get_device()) if x.is_cuda else 0)
     by_kernel = chosen.kernel != "vendor"
     if x.ndim != 2 or not by_kernel or permutation is not None:
-        _check_arguments(x, codes, scales, zeros, permutation, group_size, bias, out)
+        if not (by_kernel and permutation is None and _shows_as_matrices(x, result, rows)):
+            _check_arguments(x, codes, scales, zeros, permutation, group_size, bias, out)
         if permutation is not None:
             x = x.index_select(-1, permutation)
         x, into = x.reshape(tokens, x.shape[-1]), result.reshape(tokens, rows)
     if by_kernel:
-        floats = chosen.scratch
-        if chosen.kernel == "mma" and x.is_cuda and (tokens > _TOKENS_OF_CLUSTERS or device.capability[0] != 9):
-            floats = min(SPLITS * tokens * rows, _MOST_PARTIAL)
-        scratch = empty(x, torch.float32, floats) if floats else None
+        scratch = empty(x, torch.float32, chosen.scratch) if chosen.scratch and x.is_cuda else None
         try:
             kernels.w4a16_linear(
                 into,
@@ -268,6 +258,11 @@ def _w4a16_linear(
     return result
 
 
+def _shows_as_matrices(x: torch.Tensor, result: torch.Tensor, rows: int) -> bool:
+    """Whether [T, K] and [T, N] are views of x and the result, which show the entry point all that may be wrong."""
+    return x.is_contiguous() and result.is_contiguous() and result.shape == (*x.shape[:-1], rows)
+
+
 def _check_arguments(
     x: torch.Tensor,
     codes: torch.Tensor,
@@ -287,17 +282,9 @@ def _check_arguments(
             check.no_overlap("w4a16_linear", "out", out, name, part)
 
 
-class _Device(NamedTuple):
-    capability: tuple[int, int]
-    wgmma_sms: int
-    """SMs of a GPU that has wgmma, else 0"""
-
-
-_NO_GPU = _Device((0, 0), 0)
-
-
 @functools.cache
-def _device(number: int) -> _Device:
-    capability = torch.cuda.get_device_capability(number)
-    sms = torch.cuda.get_device_properties(number).multi_processor_count
-    return _Device(capability, sms if capability == (9, 0) else 0)
+def _wgmma_sms(device: int) -> int:
+    """SMs of a GPU that has wgmma, else 0."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count

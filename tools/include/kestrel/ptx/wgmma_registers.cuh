@@ -96,6 +96,14 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[SIZE], uint32_t a0, u
       "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]),       \
       "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]),       \
       "+f"(d[95])
+#define KESTREL_NAMES_224 \
+  KESTREL_NAMES_192       \
+  ", "                    \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define KESTREL_REGISTERS_224                                                                                          \
+  KESTREL_REGISTERS_192, "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), \
+      "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]),  \
+      "+f"(d[111])
 #define KESTREL_NAMES_256                                                                        \
   KESTREL_NAMES_128                                                                              \
   ", "                                                                                           \
@@ -129,10 +137,12 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[SIZE], uint32_t a0, u
     KESTREL_WGMMA_TYPES("160", KESTREL_NAMES_160, "%80, %81, %82, %83", "%84", "%85", KESTREL_REGISTERS_160)
   } else if constexpr (N == 192) {
     KESTREL_WGMMA_TYPES("192", KESTREL_NAMES_192, "%96, %97, %98, %99", "%100", "%101", KESTREL_REGISTERS_192)
+  } else if constexpr (N == 224) {
+    KESTREL_WGMMA_TYPES("224", KESTREL_NAMES_224, "%112, %113, %114, %115", "%116", "%117", KESTREL_REGISTERS_224)
   } else if constexpr (N == 256) {
     KESTREL_WGMMA_TYPES("256", KESTREL_NAMES_256, "%128, %129, %130, %131", "%132", "%133", KESTREL_REGISTERS_256)
   } else {
-    static_assert(N == 0, "N is 8, 16, 32, 64, 96, 128, 160, 192 or 256");
+    static_assert(N == 0, "N is 8, 16, 32, 64, 96, 128, 160, 192, 224 or 256");
   }
 #undef KESTREL_NAMES_8
 #undef KESTREL_REGISTERS_8
@@ -150,6 +160,8 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[SIZE], uint32_t a0, u
 #undef KESTREL_REGISTERS_160
 #undef KESTREL_NAMES_192
 #undef KESTREL_REGISTERS_192
+#undef KESTREL_NAMES_224
+#undef KESTREL_REGISTERS_224
 #undef KESTREL_NAMES_256
 #undef KESTREL_REGISTERS_256
 #undef KESTREL_WGMMA_TYPES
