@@ -127,7 +127,13 @@ struct AsyncExchange {
                   [&](int warp, u64 v, u64) { all += v, before += warp < cluster.warp ? v : 0; });
     return {warp_sum(all), warp_sum(before)};
   }
-  // The same, and the largest of values 1.
+  // The sum of values `which`, which is even.
+  __device__ __forceinline__ u64 sum(const Cluster& cluster, int which) const {
+    u64 all = 0;
+    for_each_pair(cluster, which, cluster.num_warps, [&](int, u64 v, u64) { all += v; });
+    return warp_sum(all);
+  }
+  // The masses, and the largest of values 1.
   struct Totals {
     Masses masses;
     int most;

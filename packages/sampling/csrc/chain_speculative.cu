@@ -282,7 +282,9 @@ void chain_speculative_sampling(TensorView ids, TensorView valid, OptionalTensor
                  {"ids", ids},
                  {"valid", valid}});
   if (rows == 0) return;
-  if (rows > (1 << 27) || width > (1 << 30)) unsupported("more than 2^27 rows, or rows of more than 2^30");
+  if (rows > (1 << 27) || width > (1 << 30)) {
+    unsupported("more than 2^27 rows, or rows of more than 2^30 entries");
+  }
   if (steps > (1 << 20)) unsupported("more than 2^20 draft tokens");
   const DeviceGuard guard(target_probs.device().device_id);
   if (draft_probs.has_value() && steps > 0) {

@@ -206,9 +206,11 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
   ChunkSum* const chunk_sums = reinterpret_cast<ChunkSum*>(memory + layout.bytes());
   const TopKSelector<kind> selector = {cluster, row, scratch, memory, layout};
   selector.init();
+  bool publishes = false;  // this block writes elements that other blocks read
   if constexpr (processes) {
     row.mask = p.bitmask.row(row_idx);
     const bool has_history = p.history.ids != nullptr;
+    publishes = has_history && cluster.size > 1;
     const u32 num_slots = 1u << p.hash_bits;
     u32* const slots = reinterpret_cast<u32*>(chunk_sums + layout.num_chunks);
     const int warp_bits = 31 - __clz(cluster.warps_per_block);
@@ -217,6 +219,7 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
                                 static_cast<u32>(cluster.block_rank),
                                 static_cast<u32>(cluster.size - 1)};
     if (has_history) part.clear(num_slots);
+    if (cluster.size > 1) cluster.arrive_release();
     __syncthreads();
     pdl_wait();
     pdl_trigger();
@@ -241,8 +244,9 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
     k = params.selects() ? params.k : 0, selected = max(k, p.top_n);
     LogprobReader<kind, !draws> reader = {row, {row, {}}, 0.f, 0, 0.f};
     if (cluster.warp < layout.num_chunks) reader.load(cluster.warp << layout.chunk_bits, cluster.lane);
-    if (processes) cluster.arrive_release();  // what is written is visible to the first block, which reads it once more
     // While the loads are in flight:
+    if (draws && cluster.block_rank == 0 && threadIdx.x == blockDim.x - 32)
+      scratch->random_word = random_word(p.seed.at(row_idx), p.offset.at(row_idx));
     sum_fn.set_temperature(draws && p.raw ? 1.f : params.temperature);
     reader.slope = sum_fn.slope + sum_fn.slope_rest;
     if constexpr (!draws) reader.token = params.token, reader.of_token = row.element(params.token) + 0.f;
@@ -259,6 +263,10 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
             chunk_sums[chunk] = sum;
           }
         });
+    if (publishes) {  // the first block reads some of them once more, all blocks if top-p is joint
+      __syncwarp();
+      cluster.arrive_release();
+    }
     const u64 before = draws ? 0 : __reduce_add_sync(kAllLanes, reader.before);
     if (!draws && cluster.lane == 0) {
       if (cluster.size > 1) {
@@ -270,8 +278,6 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
   }
   const LogprobRow params(p, row_idx);                                  // loaded again to save registers
   const float temperature = draws && p.raw ? 1.f : params.temperature;  // of the log-probabilities
-  if (draws && cluster.block_rank == 0 && threadIdx.x == blockDim.x - 32)
-    scratch->random_word = random_word(p.seed.at(row_idx), p.offset.at(row_idx));
   const bool joint = k > 0 && p.joint && params.q32 < kQ32One;
   WeightFn<Kind::logits> weight_fn;
   weight_fn.set_temperature(params.temperature);
@@ -279,6 +285,7 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
   TopKRange range = {};
   if (cluster.block_rank == 0)
     range = selector.receive(sizeof(ChunkSum) * layout.num_chunks + (draws ? 0 : 8 * cluster.num_warps));
+  if (publishes) cluster.wait();
   if (joint) {
     if (cluster.block_rank == 0) scratch->largest = range.largest;
     cluster.sync();

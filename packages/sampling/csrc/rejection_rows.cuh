@@ -238,9 +238,9 @@ __global__ void __launch_bounds__(max_threads(first_pass), first_pass != FirstPa
       if (decision == kUndecided && !has_float_sums) {
         // Ties of logits have no window, so that all proposals of a row are summed at once.
         if constexpr (windowed && !logits) {
-          exchange.broadcast_floats(cluster, 2, sampler.sum_before(proposal), 0.f);
+          exchange.broadcast(cluster, 2, sampler.sum_before(proposal));
           exchange.wait(cluster, is_rng_thread);
-          decisions |= sampler.compare(exchange.first_float_sums(cluster).x, goal) << (2 * n);
+          decisions |= sampler.compare_mass(exchange.sum(cluster, 2), goal) << (2 * n);
         } else {
           float sums[kProposals];
           sampler.sum_before(proposals, sums);

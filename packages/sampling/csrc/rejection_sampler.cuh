@@ -14,6 +14,7 @@
 namespace kestrel::sampling {
 
 constexpr int kChunkTiles = 4;                                               // tiles that a warp loads together
+constexpr int kAsyncTiles = 2;                                               // with kStages in flight
 constexpr int kPlainThreads = 640, kMaxRejectionWarps = kPlainThreads / 32;  // of a block
 
 // Architectures other than sm_90 would spill with more.
@@ -285,26 +286,33 @@ struct RejectionSampler {
     }
   }
 
-  // The same of one proposal, with many loads in flight: few blocks have a proposal that the window does not decide,
-  // and each of these reads its row.
-  __device__ __forceinline__ float sum_before(const Proposal& proposal) const {
+  // The mass before one proposal that this warp's elements give, up to the error that compare_mass() allows. Many loads
+  // are in flight: few blocks have a proposal that the window does not decide, and each of these reads its row.
+  __device__ __forceinline__ u64 sum_before(const Proposal& proposal) const {
+    constexpr int chunk = kAsyncTiles * kTile;
     const int index = proposal.index;
     const float value = proposal.value, next = from_order_key(order_key(value + 0.f) + 1);
-    float total = 0.f;
-    char* const stages = reinterpret_cast<char*>(list + 1) + (threadIdx.x >> 5) * kAsyncBytes<tiles>;
-    row.template for_each_chunk_async<tiles>(stages, [&](const float (&v)[Slice::size], int base) {
-      const float from = base + Slice::chunk <= index ? value : next;
-      const bool may_be_equal = base <= index && index < base + Slice::chunk;
-      float sums[4] = {0.f, 0.f, 0.f, 0.f};
+    const auto weight = [&](float v) { return static_cast<double>(kind == Kind::probs ? v : weight_fn.scaled(v)); };
+    double total = 0.;
+    char* const stages = reinterpret_cast<char*>(list + 1) + (threadIdx.x >> 5) * kAsyncBytes<kAsyncTiles>;
+    row.template for_each_chunk_async<kAsyncTiles>(stages, [&](const float (&v)[4 * kAsyncTiles], int base) {
+      const float from = base + chunk <= index ? value : next;
 #pragma unroll
-      for (int e = 0; e < Slice::size; ++e) {
-        const float w = kind == Kind::probs ? v[e] : weight_fn.scaled(v[e]);
-        if (v[e] >= from) sums[e % 4] += w;
-        if (may_be_equal && v[e] == value && row.index(base, e) < index) sums[e % 4] += w;
+      for (int e = 0; e < 4 * kAsyncTiles; ++e) {
+        if (v[e] >= from) total += weight(v[e]);
       }
-      total += (sums[0] + sums[1]) + (sums[2] + sums[3]);
     });
-    return warp_float_sum(kind == Kind::probs ? total * factor * weight_fn.scale : total);
+    if (row.begin <= index && index < row.end)  // its own chunk has elements equal to it
+      total += weight(value) * count_equal(index - (index - row.begin) % chunk, value, index);
+    if (kind == Kind::probs) total = total * factor * weight_fn.scale;
+    return warp_sum(__double2ull_rn(total * 0x1p20));
+  }
+
+  // Compares the sum of these with the goal. Float64 sums are exact up to 2^-36; masses are rounded to integers, as are
+  // the sums of the lanes.
+  __device__ __forceinline__ Decision compare_mass(u64 sum, u64 goal) const {
+    const u64 off = (sum >> 36) + row.length + 32 * cluster.num_warps;
+    return sum + off < goal ? kAccepted : sum >= goal + off ? kRejected : kUndecided;
   }
 
   // Compares the mass before a proposal with the goal, from the float sum of that mass. The error of n floats, added in

@@ -8,7 +8,7 @@
 
 namespace kestrel::sampling {
 
-constexpr int kStages = 4;  // chunks that are copied to shared memory meanwhile
+constexpr int kStages = 8;  // chunks that are copied to shared memory meanwhile
 template <int tiles>
 constexpr int kAsyncBytes = kStages * tiles * kTile * static_cast<int>(sizeof(float));
 

@@ -32,8 +32,9 @@ struct RejectionSplit : Split {
 
 // filtered: top-p may reject proposals, which takes more passes over the row. The blocks then hold the row in shared
 // memory if it fits; if it does not, and there are many rows, the first pass is `of_many`.
+// stage_bytes: of a warp, where rows have windows.
 RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool filtered, FirstPass of_many,
-                                   SplitRequest request) {
+                                   size_t stage_bytes, SplitRequest request) {
   const int64_t sms = num_sms(device), rows = params.num_rows;
   const size_t max_bytes = max_smem_bytes(device);
   const int chunk = kChunkTiles * kTile, chunks = (params.length + chunk - 1) / chunk;
@@ -43,7 +44,7 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
     const int chunks_per_warp = (chunks + max_warps - 1) / max_warps;
     const int warps = std::max(1, (chunks + cluster_size * chunks_per_warp - 1) / (cluster_size * chunks_per_warp));
     const size_t own = sizeof(RejectionScratch) + AsyncExchange::bytes(cluster_size * warps) +
-                       (first_pass == FirstPass::windowed ? sizeof(WindowList) + warps * kAsyncBytes<kChunkTiles> : 0);
+                       (first_pass == FirstPass::windowed ? sizeof(WindowList) + warps * stage_bytes : 0);
     const size_t copy =
         static_cast<size_t>(std::min(chunks, warps * chunks_per_warp)) * chunk * (params.dtype == kRowFloat32 ? 4 : 2);
     const bool fits = copy_to_smem && own + copy <= max_bytes;
@@ -84,7 +85,9 @@ void launch_rejection_rows(Params params, DLDevice device, SplitRequest request)
   const int64_t bytes = int64_t{params.num_rows} * params.length * (params.dtype == kRowFloat32 ? 4 : 2);
   const bool in_l2 = bytes <= device_attribute(cudaDevAttrL2CacheSize, device.device_id);
   const FirstPass of_many = filtered && !in_l2 ? FirstPass::windowed : FirstPass::plain;
-  const RejectionSplit split = split_for_rejection(params, device, filtered, of_many, request);
+  // Only for probabilities are proposals that a window does not decide summed one at a time.
+  const size_t stage_bytes = kind == Kind::probs ? kAsyncBytes<kAsyncTiles> : 0;
+  const RejectionSplit split = split_for_rejection(params, device, filtered, of_many, stage_bytes, request);
   params.copy_to_smem = split.in_smem;
   constexpr int unit = kChunkTiles * kTile;
   if (!filtered) return launch_slices<rejection_rows<kind, FirstPass::only>>(params, split, unit, device);
@@ -140,7 +143,9 @@ void launch_kind(Params params, DLDevice device, SplitRequest request) {
 void launch(Params params, const TensorView& rows, bool logits, SplitRequest request) {
   const int64_t count = rows.size(0);
   if (count == 0) return;
-  if (count > (1 << 27) || rows.size(1) > (1 << 30)) unsupported("more than 2^27 rows, or rows of more than 2^30");
+  if (count > (1 << 27) || rows.size(1) > (1 << 30)) {
+    unsupported("more than 2^27 rows, or rows of more than 2^30 entries");
+  }
   const DeviceGuard guard(rows.device().device_id);
   params.rows = address(rows);
   params.row_bytes = rows.stride(0) * element_bytes(rows);
@@ -151,8 +156,7 @@ void launch(Params params, const TensorView& rows, bool logits, SplitRequest req
          : launch_kind<Kind::probs>(params, rows.device(), request);
 }
 
-// ---- the entry points
-// ------------------------------------------------------------------------------------------------
+// ---- the entry points -----------------------------------------------------------------------------------------------
 
 SplitRequest checked_split(const Checks& check, int64_t blocks, int64_t threads) {
   if (blocks < 0 || blocks > 8 || (blocks & (blocks - 1)) != 0) {
@@ -242,7 +246,10 @@ void topk_rows_entry(TensorView scores, TensorView values, TensorView indices, b
   const DLDevice device = scores.device();
   TopKParams p;
   p.max_top_k = k <= kMaxRankedK ? kMaxRankedK : kMaxK;
-  if (k > kMaxK || rows > (1 << 27) || scores.size(1) > (1 << 30)) unsupported("kernels cover k up to 1024");
+  if (k > kMaxK) unsupported("kernels cover k up to 1024");
+  if (rows > (1 << 27) || scores.size(1) > (1 << 30)) {
+    unsupported("more than 2^27 rows, or rows of more than 2^30 entries");
+  }
   p.length = static_cast<int>(scores.size(1));
   const Split split = split_for_top_k(p.length, rows, p.max_top_k, device, {});
   const DeviceGuard guard(device.device_id);

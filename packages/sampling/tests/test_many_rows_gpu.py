@@ -11,6 +11,7 @@ import pytest
 import torch
 from sampling_gpu_cases import FLOATS, assert_draws_as_the_reference, distributions, keys, normal
 
+from kestrel_runtime.reference import philox4x32
 from kestrel_runtime.testing import by_reference
 from kestrel_sampling import _launch, min_p_sampling_from_probs, sample_from_logits, top_p_sampling_from_probs
 from kestrel_sampling._parameters import Keys
@@ -50,6 +51,7 @@ KINDS: dict[str, Callable[[int], torch.Tensor]] = {
     "three values": lambda width: (normal(ROWS, width, 12, 1.0).round().abs().clamp(max=2) + 1) / (2.0 * width),
     "bf16": lambda width: distributions(ROWS, width, 13, 1.0).bfloat16().float(),
     "times 20": lambda width: 20 * distributions(ROWS, width, 14, 1.0),
+    "some ones": lambda width: (torch.arange(width, device="cuda") % (width // 2000) == 1).float().repeat(ROWS, 1),
     "denormal": lambda width: distributions(ROWS, width, 7, 1.0) * 1e-37,
     "above 1": lambda width: distributions(ROWS, width, 8, 1.0) * 1e6,
     "negative entries": lambda width: normal(ROWS, width, 9),
@@ -71,6 +73,33 @@ def test_top_p_of_every_dtype_and_alignment(sharpness: float, dtype: torch.dtype
     assert_draws_as_the_reference(partial(top_p_sampling_from_probs, top_p=0.9), probs)
     view = torch.cat((probs[:, :3], probs, probs[:, :2]), 1)[:, 3:-2]
     assert_draws_as_the_reference(partial(top_p_sampling_from_probs, top_p=0.8), view)
+
+
+def offsets_of_the_threshold(probs: torch.Tensor, top_p: float, seed: int) -> torch.Tensor:
+    """Offsets whose first proposal is one of the elements around the threshold, another one in every row."""
+    zero = torch.zeros(1 << 22, dtype=torch.int64, device="cuda")
+    counters = torch.stack((torch.arange(1 << 22, device="cuda"), zero, zero, zero), -1)
+    word = philox4x32(torch.stack((zero + seed, zero), -1), counters)[:, 0] / 2**32
+    offsets = []
+    for number, row in enumerate(probs.double()):
+        up_to = row.cumsum(0)
+        values, order = row.sort(descending=True, stable=True)
+        last_kept = int((values.cumsum(0) - values < top_p * up_to[-1]).sum()) - 1
+        index = int(order[last_kept + number % 7 - 3])
+        low, high = float((up_to[index] - row[index]) / up_to[-1]), float(up_to[index] / up_to[-1])
+        hits = torch.nonzero((word > low) & (word < high))
+        offsets.append(int(hits[0]) if len(hits) else number)
+    return torch.tensor(offsets, device="cuda")
+
+
+@pytest.mark.parametrize("kind", ["normal", "flat", "nearly equal", "ties"])
+@pytest.mark.parametrize("width", [51200, 128256])  # of rows that L2 holds, and of those that it does not
+def test_proposals_at_the_threshold_are_decided_exactly(width: int, kind: str) -> None:
+    probs = KINDS[kind](width)
+    offset = offsets_of_the_threshold(probs, 0.9, seed=3)
+    key = {"seed": torch.full_like(offset, 3), "offset": offset}
+    assert_draws_as_the_reference(partial(top_p_sampling_from_probs, top_p=0.9), probs, key)
+    assert_draws_as_the_reference(partial(sample_from_logits, top_p=0.9), torch.log(probs), key)
 
 
 @pytest.mark.parametrize("width", [5003, 51200, 202048])

@@ -131,6 +131,21 @@ def test_short_rows_draw_the_ids_of_the_reference(width: int, k: int, kind: str,
     assert torch.equal(valid, want_valid)
 
 
+@pytest.mark.parametrize("op", ["top_k", "both", "both_1000", "joint"])
+@pytest.mark.parametrize("width", [16384, 17408, 18432, 19456, 33792, 51200])  # by chunks of 1024, 16 warps
+def test_the_last_chunks_of_a_row_that_one_block_reads_count(width: int, op: str) -> None:
+    probs = distributions(80, width, 3, 1.0)
+    probs[::2, -2048:] *= 30
+    probs[3, :-1024] = 0
+    probs[4, -1] = math.nan
+    probs[5, -1500:] = 1 / width
+    probs[6] = 1 / width
+    probs[7, -1] = 1
+    assert_draws_as_the_reference(OPS[op], probs)
+    assert_draws_as_the_reference(OPS[op], probs[:, 1:])
+    assert_draws_as_the_reference(OPS[op], probs.half())
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_draws_the_ids_of_the_cpu(op: str) -> None:
     probs, key = distributions(4, 1000).cuda(), keys(4)

@@ -396,6 +396,8 @@ def test_one_call_is_both_ops_of_a_step(rows: int, width: int, mask: str, dtype:
         (300, torch.int32, 0, {"top_p": 0.8}),
     ):
         known = penalties(rows, width, length, ids) | BITMASKS[mask](rows, width)
+        if k == 50:
+            known["token_ids"] = integers(-2, width + 2, rows, length, seed=6, dtype=ids)  # of the whole vocabulary
         assert_one_call_is_both(logits, known, temperature=temperature, top_k=min(k, width - 1), **more, **key)
     assert_one_call_is_both(logits, BITMASKS[mask](rows, width), top_k=20, top_n=30, seed=4)
 
