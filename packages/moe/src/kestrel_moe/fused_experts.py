@@ -185,9 +185,9 @@ def fused_experts(
     ranges: up to 16 tokens with at most 2 pairs for each expert, or 1 and 32 pairs in all if I > 2048 (Hd up to 8192,
     beyond 8 tokens 4096; 8 choices and 1024 experts at most), few pairs, and many, where bf16 results of each expert
     are rounded before the sum over j. The last begins above 9.75 pairs for each expert and 32 in all; in FP8 layers of
-    up to 2^30 weights above 32 pairs, or 64 if they are at most 2 for each expert, and in larger ones at 4 pairs for
-    each expert. Above 512 pairs for each expert, bf16 layers with Hd * I / (Hd + I) of at least 2048 and without
-    ``expert_map`` go through torch.nn.functional.grouped_mm, and each T is a range of its own.
+    up to 2^30 weights above 32 pairs, or 64 if they are at most 2 for each expert, and in larger ones at one pair for
+    two experts, or 2 for each if Hd > 4096. Above 512 pairs for each expert, bf16 layers with Hd * I / (Hd + I) of at
+    least 2048 and without ``expert_map`` go through torch.nn.functional.grouped_mm, and each T is a range of its own.
     For layers tuned on this GPU by `kestrel-kernels tune moe`, the tuned file gives the ranges. By reference on a CPU,
     a row is the same bit for bit up to T = 16, and beyond it within each of these ranges of T*K/E: below 1, from a
     power of two up to the next, from 64 on.
