@@ -11,8 +11,8 @@ namespace kestrel::moe {
 inline int64_t scale_blocks(int64_t columns) { return (columns + kScaleBlock - 1) / kScaleBlock; }
 
 // Byte offsets of the parts of the scratch memory of fused_experts. positions: of the aligned pairs, if wgmma kernels
-// keep the hidden layer, and with `permutes` x, in tiles of them; else 0. Their projections may run in one launch; other
-// kernels write `partial` after the last use of x, so the codes of x lie there, too.
+// keep the hidden layer, and with `permutes` x, in tiles of them; else 0. Their projections may run in one launch;
+// other kernels write `partial` after the last use of x, so the codes of x lie there, too.
 struct ExpertsScratch {
   int64_t activated = 0, partial = 0, arrivals = 0, x_codes = 0, x_scale = 0, codes = 0, scale = 0, bytes = 0;
 
