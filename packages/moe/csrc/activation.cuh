@@ -42,6 +42,22 @@ __device__ __forceinline__ float times_normal_cdf(float h) {
   return h * (h < 0.f ? tail : 1.f - tail);
 }
 
+// gelu(h) * g of FP8 layers, with h times kGeluScale and g divided by it: h Phi(h) = max(h, 0) - |h| erfc(|h| / sqrt 2)
+// / 2. The tail is that above with t = 1 / (1 + 0.575 z) and a shorter Q. Error: 1.3e-4, below the rounding of the
+// codes.
+constexpr float kGeluScale = 0.84932180f;  // squared: log2(e) / 2, so that exp(-z^2) is 2^-(h * kGeluScale)^2
+__device__ __forceinline__ float gelu_times(float h, float g) {
+  float size;  // finite, or NaN: infinity has no tail
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(size) : "f"(fabsf(h)), "f"(3e38f));
+  const float t = ptx::rcp_approx(fmaf(0.47871972f, size, 1.f));
+  float q = -0.08328679f;
+  q = fmaf(q, t, 0.13148262f);
+  q = fmaf(q, t, 0.12716941f);
+  q = fmaf(q, t, 0.16234843f);
+  q = fmaf(q, t, 0.16222421f);
+  return fmaf(-size, q * t * ptx::ex2_approx_ftz(-size * size), fmaxf(h, 0.f)) * g;
+}
+
 constexpr float kTwoRootTwoOverPi = 1.5957691216057308f;
 
 template <Activation activation, typename T>

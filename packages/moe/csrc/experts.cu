@@ -6,6 +6,7 @@
 #include <kestrel/tensor.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "experts_checks.h"
 #include "experts_launch.h"
@@ -29,6 +30,7 @@ using Tile32Fp8Small = ExpertsTile<4, 1, 8, 4, 1, /*FOR_SMALL=*/true>;
 using Tile8QuantisedSmall = ExpertsTile<1, 1, 8, 4, 1, /*FOR_SMALL=*/true, Rows::quantised_here>;
 
 constexpr int kMuchSharedMemory = 160 * 1024;  // GPUs allow a CTA at least this much shared memory, or 99 KB
+constexpr int64_t kFetchedBytes = 6 << 20;     // of weights, while the alignment runs
 constexpr int64_t kTokensSummedByDown = 2;     // for more tokens a separate sum kernel is faster
 
 // tile and blocks: of the alignment, blocks 0 without one; then a tile stands for both projections in one kernel.
@@ -307,7 +309,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
     return launch_experts_fused(up, down, w1.dtype(), static_cast<int>(block_size), device);
   }
   const int tile = static_cast<int>(block_size);
-  const bool both = wgmma && cluster == 1 && tile >= kTokensOfBoth;  // in one launch
+  const bool both = wgmma && cluster == 1;  // in one launch
   int64_t tiles = pairs;
   if (wgmma && !permutes && !fits_offsets(tokens, up.x_stride)) unsupported("rows of a tensor that lie 64 GiB apart");
   if (wgmma) {
@@ -336,6 +338,11 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
       down.tickets = up.tickets + 1;
     }
   }
+  if (both && tile < 128 && !expert_map.has_value() && up.expert_stride_low >= 0) {
+    const int64_t extent = (experts - 1) * up.expert_stride_low + (2 * inner - 1) * up.weight_stride + width;
+    up.fetched = up.weight_low;
+    up.fetched_bytes = std::min(kFetchedBytes, extent);
+  }
   // Quantises the rows of a projection, unless its kernel does.
   const auto quantise = [&](auto t, ExpertsParams* p, int64_t rows, int64_t codes, int64_t scale) {
     if (!fp8 || p->tiled_x || (in_kernel && quantises(*p))) return;
@@ -347,6 +354,8 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
     q.width = p->width;
     q.rows = rows;
     q.early = p == &up && !in_kernel;  // behind the alignment
+    q.fetched = p->fetched;
+    q.fetched_bytes = std::exchange(p->fetched_bytes, 0);
     q.row_warps = quant_row_warps(q.width / Pack<decltype(t)>::size, rows, device);
     set_x(p, q.codes, q.width, q.width, q.scale, p->x_blocks ? scale_blocks(q.width) : 1);
     const auto kernel =

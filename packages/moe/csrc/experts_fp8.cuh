@@ -296,10 +296,9 @@ struct Fp8Roles {
               const float2 low = scale_of(b, j), high = scale_of(b + B / 2, j);
 #pragma unroll
               for (int i = 0; i < 4; ++i) {
-                const float f = factor[i / 2];
-                acc[b][4 * j + i] =
-                    gated_value(acc[b][4 * j + i] * (i % 2 ? low.y : low.x) * f,
-                                acc[b + B / 2][4 * j + i] * (i % 2 ? high.y : high.x) * f, decltype(gate_tag)::value);
+                acc[b][4 * j + i] = gated_codes<decltype(gate_tag)::value>(
+                    acc[b][4 * j + i] * (i % 2 ? low.y : low.x), acc[b + B / 2][4 * j + i] * (i % 2 ? high.y : high.x),
+                    factor[i / 2]);
                 largest[i / 2] = fmaxf(largest[i / 2], fabsf(acc[b][4 * j + i]));
               }
             }

@@ -14,9 +14,6 @@ constexpr int64_t kLargest = int64_t{1} << 30;  // sizes and pairs are int in th
 // Tokens of the smallest tile of the wgmma kernels; of FP8 layers, and of others.
 constexpr int kTokensOfWgmmaFp8 = 32, kTokensOfWgmma = 64;
 
-// Tokens of the smallest tile for which both projections run in one launch, unless clusters share weights.
-constexpr int kTokensOfBoth = 128;
-
 // Whether the device runs the wgmma kernels.
 bool has_wgmma(DLDevice device);
 
@@ -33,12 +30,13 @@ int quant_row_warps(int64_t packs, int64_t rows, DLDevice device);
 void permute_rows(ExpertsParams* up, DLDataType dtype, int tile, char* codes, float* scale, const int* positions,
                   DLDevice device);
 
-// Launches the wgmma kernels for aligned pairs in tiles of 64 or 128 tokens (FP8 also 32), or of 128 in
-// clusters of 2 CTAs, which share the weights of two tiles. FP8 with x in tiles: experts_fp8_kernel, in clusters.
+// Launches a projection by the wgmma kernels for aligned pairs in tiles of 64 or 128 tokens, or of 128 in clusters of 2
+// CTAs, which share the weights of two tiles. FP8 with x in tiles: experts_fp8_kernel, in clusters.
 void launch_experts_tma(const ExpertsParams& p, Projection projection, DLDataType weight, int tokens, int cluster,
                         int64_t tiles, DLDevice device);
 
-// Launches both projections as one kernel: up.ready counts the signals of each token tile, zeroed. FP8: x in tiles.
+// Launches both projections as one kernel, in tiles of 64, 128 or 160 tokens, FP8 of 32, 64 or 128: up.ready counts the
+// signals of each token tile, zeroed. FP8 tiles of 128: x in tiles.
 void launch_experts_both(const ExpertsParams& up, const ExpertsParams& down, DLDataType weight, int tokens,
                          int64_t tiles, DLDevice device);
 

@@ -43,11 +43,13 @@ struct ExpertsParams {
   int width = 0;    // K
   int outputs = 0;  // up: I; down: Hd
   int arrival_slices = 0;
-  int sorted_length = 0;      // of sorted_pairs
-  int blocks = 0;             // of tile_experts
-  int tiles_of_block = 1;     // token tiles per alignment block
-  int* ready = nullptr;       // both projections in one launch: signals of each token tile of the hidden layer
-  int ready_signals = 0;      // down: of a complete tile
+  int sorted_length = 0;          // of sorted_pairs
+  int blocks = 0;                 // of tile_experts
+  int tiles_of_block = 1;         // token tiles per alignment block
+  int* ready = nullptr;           // both projections in one launch: signals of each token tile of the hidden layer
+  int ready_signals = 0;          // down: of a complete tile
+  const char* fetched = nullptr;  // up: weights that are fetched into L2 while the alignment runs
+  int64_t fetched_bytes = 0;
   bool routed_early = false;  // down: the launch just before has not written the routing or the alignment
   // Tiles of the pipeline's stages in place of rows, see experts_tma.cuh and experts_fp8.cuh.
   bool tiled_x = false;      // down; FP8: up, too
@@ -65,6 +67,14 @@ struct ExpertsParams {
   bool split_scales = false;  // up: two weights with scales of their own, not two halves of one
   int64_t scale_expert_stride = 0, scale_row_stride = 0, x_scale_stride = 0;  // elements
 };
+
+// The gate of FP8 layers in the wgmma kernels with TMA: h and g are still to be multiplied by their token's factor.
+template <Gate gate>
+__device__ __forceinline__ float gated_codes(float h, float g, float factor) {
+  if constexpr (gate == Gate::silu_and_mul) return silu(h * factor) * (g * factor);
+  constexpr float one = gate == Gate::gelu_residual ? 1.f / kGeluScale : 0.f;
+  return gelu_times(h * (factor * kGeluScale), fmaf(g, factor * (1.f / kGeluScale), one));
+}
 
 // With the errors of the activations of 16-bit inputs, about 1e-6, in few instructions: exponentials below 2^-126 are
 // 0.

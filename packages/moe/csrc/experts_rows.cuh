@@ -7,6 +7,7 @@
 #include <kestrel/reduce.cuh>
 
 #include "experts_params.cuh"
+#include "signals.cuh"
 
 namespace kestrel::moe {
 
@@ -17,10 +18,20 @@ struct ExpertsQuantParams {
   float* scale = nullptr;  // [rows, scales of a row]
   int64_t x_stride = 0;    // bytes
   int64_t rows = 0;
-  int width = 0;       // a multiple of 16
-  int row_warps = 1;   // warps of a row: 1, 2, 4 or 8
-  bool early = false;  // the launch just before has not written x
+  int width = 0;                  // a multiple of 16
+  int row_warps = 1;              // warps of a row: 1, 2, 4 or 8
+  bool early = false;             // the launch just before has not written x
+  const char* fetched = nullptr;  // weights that are fetched into L2
+  int64_t fetched_bytes = 0;
 };
+
+// By one thread of each CTA: fetches this CTA's part of the memory into L2.
+__device__ __forceinline__ void fetch_part(const char* from, int64_t bytes) {
+  constexpr int piece = 8192;
+  for (int64_t at = int64_t{blockIdx.x} * piece; at + piece <= bytes; at += int64_t{gridDim.x} * piece) {
+    ptx::bulk_prefetch(from + at, piece);
+  }
+}
 
 constexpr int kQuantThreads = 256, kQuantWarps = kQuantThreads / 32;
 constexpr int kQuantPacks = 8;  // of a row that a thread keeps in registers; longer rows are read twice
@@ -72,6 +83,7 @@ __global__ void __launch_bounds__(kQuantThreads, kQuantBlocksPerSm)
     pdl_wait();
     pdl_trigger();
   };
+  if (threadIdx.x == 0) fetch_part(p.fetched, p.fetched_bytes);
   if (!p.early) wait();
 #pragma unroll
   for (int i = 0; i < kQuantPacks; ++i) {

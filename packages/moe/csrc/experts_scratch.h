@@ -11,8 +11,8 @@ namespace kestrel::moe {
 inline int64_t scale_blocks(int64_t columns) { return (columns + kScaleBlock - 1) / kScaleBlock; }
 
 // Byte offsets of the parts of the scratch memory of fused_experts. positions: of the aligned pairs, if wgmma kernels
-// keep the hidden layer, and with `permutes` x, in tiles of them; else 0. A down projection of its own writes
-// `partial` after the last use of x, so the codes of x lie there, too.
+// keep the hidden layer, and with `permutes` x, in tiles of them; else 0. Their projections may run in one launch;
+// other kernels write `partial` after the last use of x, so the codes of x lie there, too.
 struct ExpertsScratch {
   int64_t activated = 0, partial = 0, arrivals = 0, x_codes = 0, x_scale = 0, codes = 0, scale = 0, bytes = 0;
 
@@ -26,8 +26,8 @@ struct ExpertsScratch {
     const int64_t lines = (inner * (fp8 ? 1 : 2) + kLineBytes - 1) / kLineBytes;
     activated = take(positions ? positions * lines * kLineBytes : pairs * inner * (fp8 ? 4 : 2));
     const int64_t codes_of_x = permutes ? positions * scale_blocks(width) * kLineBytes : tokens * width;
-    partial = x_codes = take(std::max(pairs * width * 4, fp8 && !permutes ? codes_of_x : 0));
-    if (permutes) x_codes = take(codes_of_x);
+    partial = x_codes = take(std::max(pairs * width * 4, fp8 && !positions ? codes_of_x : 0));
+    if (fp8 && positions) x_codes = take(codes_of_x);
     arrivals = take(width / 16 * 4);
     if (!fp8) return;
     x_scale = take((permutes ? std::max(positions, tokens) : tokens) * scale_blocks(width) * 4);

@@ -130,7 +130,6 @@ void launch_tile(const ExpertsParams& p, Projection projection, int tokens, int 
       if (cluster != 2) unsupported("one projection in tiles of 128 tokens without clusters");
       return launch_fp8<R, 2>(p, projection, tiles, device);
     }
-    if (cluster == 1 && tokens == 32) return launch_projection<W, R, 32, 1>(p, projection, tiles, device);
   }
   if (cluster == 1 && tokens == 64) return launch_projection<W, R, 64, 1>(p, projection, tiles, device);
   if (cluster == 1 && tokens == 128) return launch_projection<W, R, 128, 1>(p, projection, tiles, device);
@@ -144,12 +143,15 @@ template <typename W, typename R>
 void launch_both_tile(const ExpertsParams& up, const ExpertsParams& down, int tokens, int64_t tiles, DLDevice device) {
   if constexpr (std::is_same_v<W, __nv_fp8_e4m3>) {
     using Tile = Fp8Tile<1>;
+    if (tokens == 32) return launch_both<W, R, 32>(up, down, tiles, device);
+    if (tokens == 64) return launch_both<W, R, 64>(up, down, tiles, device);
     if (!up.tiled_x) unsupported("tiles of 128 tokens without the positions of their pairs");
     if (tokens == Tile::tokens) {
       return launch_both<W, Tile, experts_fp8_both_kernel<R, Tile>>(up, down, Tile::consumers / 32, RowOrder::ascending,
                                                                     RowOrder::ascending, tiles, device);
     }
   } else {
+    if (tokens == 64) return launch_both<W, R, 64>(up, down, tiles, device);
     if (tokens == 128) return launch_both<W, R, 128>(up, down, tiles, device);
     if (tokens == 160) return launch_both<W, R, 160>(up, down, tiles, device);
   }

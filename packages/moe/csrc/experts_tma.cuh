@@ -21,6 +21,7 @@
 #include <kestrel/ptx/wgmma.cuh>
 
 #include "experts_roles.cuh"
+#include "experts_rows.cuh"
 
 namespace kestrel::moe {
 
@@ -88,6 +89,7 @@ struct TmaRoles {
                        scale_bytes, barriers.full + to_stage);
       }
     };
+    if (up) fetch_part(p.fetched, p.fetched_bytes);
     int ahead = load_weights_ahead<Tile>(p, first_item, slices(), steps, load);  // steps whose weights are loaded
     pdl_wait();
     pdl_trigger();
@@ -543,7 +545,9 @@ struct TmaRoles {
       };
       const auto store_gated = [&](auto gate_tag) {
         const auto value = [&](int i, float factor) {
-          return gated_value(scaled(0, i, factor), scaled(1, i, factor), decltype(gate_tag)::value);
+          constexpr Gate gate = decltype(gate_tag)::value;
+          if constexpr (!fp8) return gated_value(acc[0][i], acc[1][i], gate);
+          return gated_codes<gate>(acc[0][i] * scale[0][i % 4 / 2], acc[1][i] * scale[1][i % 4 / 2], factor);
         };
         if constexpr (fp8) {
           store_codes(value);

@@ -251,6 +251,15 @@ __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slice
     int item = next;
     if (p.tickets) {
       if constexpr (C == 1) {
+        if (n > 0) {
+          // A CTA takes no more tiles ahead than it needs, so that all end together: the next one while it multiplies
+          // one, FP8 tiles of 128, which are short, two.
+          static_assert(Tile::slots == 3, "two tiles and that which is multiplied");
+          RingPosition<Tile> before = at_slot;
+          if (Tile::gathers) before.next_slot();  // of the last but one; else of the one before that
+          ptx::mbarrier_wait(barriers.slot_empty + before.slot, before.slot_phase ^ 1);
+          if (lane == 0) next = (ALL_TICKETS ? 0 : clusters) + atomicAdd(p.tickets, 1);
+        }
         item = __shfl_sync(0xffffffffu, next, 0);
       } else if (n > 0) {
         ptx::mbarrier_wait_cluster(barriers.ticket_full + ticket, ticket_phase);
@@ -263,9 +272,9 @@ __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slice
     }
     if (item >= groups * slices) break;
     next = item + clusters;
-    if (p.tickets && lane == 0) {
-      if (rank == 0) next = (ALL_TICKETS ? 0 : clusters) + atomicAdd(p.tickets, 1);
-      if constexpr (C > 1) {
+    if constexpr (C > 1) {
+      if (p.tickets && lane == 0) {
+        if (rank == 0) next = clusters + atomicAdd(p.tickets, 1);
         ptx::mbarrier_arrive_expect_tx(barriers.ticket_full + ticket, 4);
         for (int r = 0; rank == 0 && r < C; ++r) {
           ptx::store_async(ptx::map_shared(ptx::shared_address(barriers.tickets + ticket), r),

@@ -7,6 +7,13 @@
 
 namespace kestrel::ptx {
 
+// Fetches memory into L2: a multiple of 16 bytes.
+__device__ __forceinline__ void bulk_prefetch(const char* from, uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+
 // Waits until at most `pending` of this thread's last bulk groups still have to write memory.
 template <int pending>
 __device__ __forceinline__ void bulk_wait() {

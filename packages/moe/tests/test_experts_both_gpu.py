@@ -23,7 +23,8 @@ from kestrel_runtime.testing import assert_same_bits, graph_replay
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
 ONE_LAUNCH = [(form, 128) for form in ("bf16", "fp16", "expert", "channel", "block", "mixed")]
-ONE_LAUNCH += [("bf16", 160), ("fp16", 160)]
+ONE_LAUNCH += [(form, tile) for form in ("bf16", "fp16") for tile in (64, 160)]
+ONE_LAUNCH += [(form, tile) for form in ("expert", "channel", "block", "mixed") for tile in (32, 64)]
 TWO_LAUNCHES = Variant(CLUSTERED, 128)
 SIZES = (16, 3, 528, 400)  # experts, choices, Hd, I: four slices of the first projection, three of the second
 

@@ -26,7 +26,7 @@ _WIDTH_OF_FUSED = {8: 8192, 16: 4096}
 _INNER_OF_FUSED = 2048
 _FEW_PAIRS = 32  # up to this many pairs the kernels group them for any number of experts
 _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 tokens are faster on Hopper
-_ROWS_OF_LARGE_FP8 = 4  # pairs for each expert
+_ROWS_OF_LARGE_FP8, _ROWS_OF_WIDE_FP8, _WIDE = 0.5, 2, 4096  # pairs for each expert; if Hd is above the last number
 # FP8 layers on Hopper: tiles of 32 tokens of the wgmma kernel, which take fewer launches, up to so many pairs for each
 # expert. Layers of more weights than this gain less by that, and take them from the number of pairs above on.
 _WEIGHTS_OF_FP8_TILES, _ROWS_OF_FP8_TILES = 2**30, 22
@@ -134,7 +134,7 @@ def by_rule(layer: Layer) -> Variant:
         return fused
     large = 3 * layer.experts * layer.width * layer.inner > _WEIGHTS_OF_FP8_TILES
     fp8_tiles = layer.hopper and layer.dtype == "fp8" and rows <= _ROWS_OF_FP8_TILES
-    if fp8_tiles and large and rows >= _ROWS_OF_LARGE_FP8:
+    if fp8_tiles and large and rows >= (_ROWS_OF_WIDE_FP8 if layer.width > _WIDE else _ROWS_OF_LARGE_FP8):
         return Variant(ALIGNED, 32)
     if few or (layer.hopper and layer.pairs <= PAIRS_IN_KERNEL and rows <= 2):
         return Variant(IN_KERNEL, 8)

@@ -12,8 +12,34 @@ from ..state import backend
 
 
 def pytest_configure(config: Any) -> None:
-    """Register the marker."""
+    """Register the marker, and call each of MKL's vector functions once."""
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU with a kernel image for it")
+    settle_vector_functions()
+
+
+def settle_vector_functions() -> None:
+    """Call MKL's vector functions from one thread, before any reference does.
+
+    Where several threads make the first call of one, a thread may get a kernel of 11 bits: pytorch/pytorch#188792.
+    """
+    for dtype in (torch.float32, torch.float64):
+        x = torch.full((16,), 0.5, dtype=dtype)
+        for name in (
+            "exp",
+            "expm1",
+            "log",
+            "log1p",
+            "log2",
+            "log10",
+            "sqrt",
+            "sin",
+            "cos",
+            "tan",
+            "tanh",
+            "erf",
+            "erfc",
+        ):
+            getattr(torch, name)(x)
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
