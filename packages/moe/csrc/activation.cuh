@@ -1,5 +1,5 @@
 // The activations of the gated ops. 16-bit inputs use approximations with errors of about 1e-6, far below the rounding
-// of the result; float32 inputs use accurate functions. NaN and inf propagate as in the formulas.
+// of the result; float32 inputs use accurate functions. NaN and inf propagate as in the formulas, but for gelu_times.
 #pragma once
 
 #include <kestrel/pack.cuh>
@@ -43,8 +43,8 @@ __device__ __forceinline__ float times_normal_cdf(float h) {
 }
 
 // gelu(h) * g of FP8 layers, with h times kGeluScale and g divided by it: h Phi(h) = max(h, 0) - |h| erfc(|h| / sqrt 2)
-// / 2. The tail is that above with t = 1 / (1 + 0.575 z) and a shorter Q. Error: 1.3e-4, below the rounding of the
-// codes.
+// / 2. The tail is that above with t = 1 / (1 + 0.575 z) and a shorter Q. Relative error: 1.3e-4, below the rounding of
+// the codes. h of -inf gives 0.
 constexpr float kGeluScale = 0.84932180f;  // squared: log2(e) / 2, so that exp(-z^2) is 2^-(h * kGeluScale)^2
 __device__ __forceinline__ float gelu_times(float h, float g) {
   float size;  // finite, or NaN: infinity has no tail

@@ -42,6 +42,7 @@ struct TmaRoles {
   static constexpr bool gates = up && (!fp8 || Tile::tokens <= 64);   // experts_fp8.cuh gates FP8 tiles of 128
   static constexpr int assistant_warps = Tile::gatherers / 32;
   static_assert(lag <= S - 2, "a stage is free once the step after it is multiplied");
+  static_assert(lag <= 2, "the steps of two tiles: see what schedule_tiles waits for");
   using Shared = TmaShared<W, Tile>;
   using Slot = typename Shared::Slot;
 

@@ -256,7 +256,9 @@ __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slice
           // one, FP8 tiles of 128, which are short, two.
           static_assert(Tile::slots == 3, "two tiles and that which is multiplied");
           RingPosition<Tile> before = at_slot;
-          if (Tile::gathers) before.next_slot();  // of the last but one; else of the one before that
+          // Of the last but one, else of the one before that. FP8 copies are signalled two steps later, so with tiles
+          // of one step the last but one may need copies of the tile that is asked for here.
+          if (Tile::gathers && !(FP8 && p.width <= kLineBytes)) before.next_slot();
           ptx::mbarrier_wait(barriers.slot_empty + before.slot, before.slot_phase ^ 1);
           if (lane == 0) next = (ALL_TICKETS ? 0 : clusters) + atomicAdd(p.tickets, 1);
         }

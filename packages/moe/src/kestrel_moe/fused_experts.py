@@ -183,8 +183,8 @@ def fused_experts(
     2. Few pairs: up to T*K = 32 or P = 9.75. FP8 layers of 3*E*Hd*I <= 2^30 weights: up to T*K = 32, or 64 with P <= 2;
        larger ones: below P = 0.5, or 2 if Hd > 4096.
     3. Many pairs, all others. bf16 results of each expert are rounded before the sum over j.
-    4. Each T for itself: bf16 without ``expert_map``, P > 512 and Hd * I / (Hd + I) >= 2048, through
-       torch.nn.functional.grouped_mm.
+    4. Each T for itself: bf16 without ``expert_map``, P > 512, Hd * I / (Hd + I) >= 2048, E < 1024 and contiguous
+       weights, through torch.nn.functional.grouped_mm.
 
     For layers tuned on this GPU by `kestrel-kernels tune moe`, the tuned file gives the ranges. By reference on a CPU,
     a row is the same bit for bit up to T = 16, and beyond it within each of these ranges of T*K/E: below 1, from a
