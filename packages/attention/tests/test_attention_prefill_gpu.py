@@ -125,6 +125,36 @@ def test_a_batch_of_any_size_gives_the_same_bits(name):
         assert same_bits(flash_attn_func(q[one], k[one], v[one], **how), tuple(x[one] for x in large))
 
 
+@pytest.mark.parametrize("batch", [3, 8, 40])
+@pytest.mark.parametrize("size", [64, 80, 128, 256])
+def test_a_row_whose_first_tile_is_hidden_has_the_bits_of_one_alone(size, batch):
+    """Windows: how many tiles of a thread block a row does not see depends on the block's rows, hence on the batch."""
+    torch.manual_seed(0)
+    q = random(batch, 1100, 16, size, dtype=torch.bfloat16)
+    k, v = (random(batch, 1100, 4, size, dtype=torch.bfloat16) for _ in range(2))
+    how = {"causal": True, "window_size": (100, -1), "return_lse": True}
+    large = flash_attn_func(q, k, v, **how)
+    for b in {0, batch - 1}:
+        one = slice(b, b + 1)
+        assert same_bits(flash_attn_func(q[one], k[one], v[one], **how), tuple(x[one] for x in large))
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_packed_sequences_of_few_queries_have_the_bits_of_each_alone(size):
+    """Heads share the works of few queries, so a row may be in either warpgroup."""
+    torch.manual_seed(0)
+    lengths = [40, 64, *[57] * 40, *[1] * 40]
+    starts = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    q, k, v = (random(sum(lengths), heads, size, dtype=torch.bfloat16) for heads in (16, 2, 2))
+    how = {"causal": True, "window_size": (20, -1), "return_lse": True}
+    out, lse = flash_attn_varlen_func(q, k, v, starts, starts, 64, 64, **how)
+    for b in (0, 1, 2, 41, 42):
+        rows = slice(int(starts[b]), int(starts[b + 1]))
+        alone = starts[b : b + 2] - starts[b]
+        got = flash_attn_varlen_func(q[rows], k[rows], v[rows], alone, alone, 64, 64, **how)
+        assert same_bits(got, (out[rows], lse[:, rows]))
+
+
 @pytest.mark.parametrize("kind", ["rising", "falling", "spikes", "rows"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
@@ -274,7 +304,8 @@ def test_a_hundred_thousand_keys(queries, size):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [size for size in SIZES if size <= 256])
 @pytest.mark.parametrize("queries", [100, 400])
-def test_pages_of_one_key_give_the_bits_of_dense_keys(queries, size, dtype):
+@pytest.mark.parametrize("window", [(-1, -1), (100, -1)], ids=str)
+def test_pages_of_one_key_give_the_bits_of_dense_keys(window, queries, size, dtype):
     """The former are copied by cp.async, the latter by TMA where there is a kernel for both."""
     torch.manual_seed(0)
     q = random(3, queries, 4, size, dtype=dtype)
@@ -283,7 +314,7 @@ def test_pages_of_one_key_give_the_bits_of_dense_keys(queries, size, dtype):
     caches = [torch.empty(2100, 1, 2, size, dtype=dtype, device="cuda") for _ in range(2)]
     for cache, x in zip(caches, (k, v), strict=True):
         cache[table.long().flatten(), 0] = x.flatten(0, 1)
-    how = {"causal": True, "return_lse": True}
+    how = {"causal": True, "window_size": window, "return_lse": True}
     want = flash_attn_func(q, k, v, **how)
     assert same_bits(flash_attn_with_kvcache(q, *caches, cache_seqlens=ints([700] * 3), block_table=table, **how), want)
 

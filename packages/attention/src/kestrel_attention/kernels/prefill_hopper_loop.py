@@ -74,9 +74,17 @@ class HopperLoop(HopperProducer):
             self.hide_last(rScore, visible, scalars, tile * self.key_tile, lane, zero)
         for _ in cutlass.range(rare, unroll=1):
             self.change_scores(pipe, scalars, visible, work, rScore, tile, at, lane)
-        self.update_base(rScore, sums, rFactor, scale)
-        self.weigh(rScore, sums, rFactor, scale)
-        self.pack(rScore, rP)
+        if cutlass.const_expr(self.guesses):  # as for rows that see no key before a later tile: bits are the same
+            rTile.fill(0.0)
+            self.scale_scores(rScore, sums, scale)
+            self.move_bases(rScore, sums, rTile, scale)
+            self.weigh_by_guess(rScore, rP, sums, rTile)
+            for r in cutlass.range_constexpr(2):
+                sums.rSum[r] += rTile[r]
+        else:
+            self.update_base(rScore, sums, rFactor, scale)
+            self.weigh(rScore, sums, rFactor, scale)
+            self.pack(rScore, rP)
         n = hidden_first + 1
         seen = self.seen_tiles(scalars, work, warpgroup)
         if cutlass.const_expr(self.skips_first):
