@@ -129,7 +129,8 @@ bool has_wgmma(DLDevice device) {
 // w4a16_stream_kernel. w4a16_kernel takes T up to 128. Its scratch is float32, [8 * T * N] or kMaxPartial if that is
 // less; or None: then K is cut only as far as clusters go. w4a16_wgmma_kernel cuts K into `splits` slices, those of a
 // cluster or, with scratch, added up by a second kernel. w4a16_stream_kernel cuts the steps of all tiles into those of
-// `ctas` CTAs, and needs scratch for kMaxStreamCtas flags and the sums of a tile for each CTA.
+// `ctas` CTAs, and needs scratch for kMaxStreamCtas flags and the sums of a tile for each CTA. With splits = 2 pairs of
+// CTAs halve the K of each tile, and need scratch for half of a tile's sums for each CTA, but no flags.
 void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView scales, OptionalTensor zeros,
                   int64_t group_size, OptionalTensor bias, OptionalTensor scratch, int64_t wgmma_tile, int64_t splits,
                   int64_t ctas) {

@@ -3,12 +3,11 @@
 //
 // A CTA does whole tiles first, so that CTAs read the same x at the same time. Where its last tile goes on in the next
 // CTA, it leaves its sums in scratch memory and sets a flag; who has the last steps of a tile does them last, adds the
-// sums of the CTAs before it, in their order, and writes the result. So a CTA waits for CTAs of smaller numbers alone.
-// Assumed, as CUDA does not promise it: CTAs start in the order of blockIdx, so those that it waits for have started.
-// Sums of others come through the ring of stages like loads, and results leave through stages of it.
+// sums of the CTAs before it, in their order, through the ring of stages, and writes the result. So a CTA waits for
+// CTAs of smaller numbers alone. Assumed, as CUDA does not promise it: they have started, in the order of blockIdx.
 //
-// Pairs: two CTAs of a cluster share each tile instead. Each has half of the steps, gets the other's sums of half of
-// the tokens, and writes those.
+// Pairs: two CTAs of a cluster share a tile. Each has half of its steps, gets the other's sums of half of the tokens,
+// and writes those.
 #pragma once
 
 #include "w4a16_wgmma_tile.cuh"

@@ -308,8 +308,8 @@ struct RejectionSampler {
     return warp_sum(__double2ull_rn(total * 0x1p20));
   }
 
-  // Compares the sum of these with the goal. Float64 sums are exact up to 2^-36; masses are rounded to integers, as are
-  // the sums of the lanes.
+  // Compares the sum of these with the goal. Float64 sums are exact up to 2^-36 for 2^17 additions of a lane, and up to
+  // half of row.length beyond; masses are rounded to integers, as are the sums of the lanes.
   __device__ __forceinline__ Decision compare_mass(u64 sum, u64 goal) const {
     const u64 off = (sum >> 36) + row.length + 32 * cluster.num_warps;
     return sum + off < goal ? kAccepted : sum >= goal + off ? kRejected : kUndecided;

@@ -167,7 +167,7 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     listing = listing_of(problem, splits, block_rows, pack_shift)
     if listing.works and not is_hopper and problem.max_queries > PAST_ALL_BLOCKS * block_rows:
         raise UnsupportedError(f"kernels cover packed sequences of up to {PAST_ALL_BLOCKS * block_rows} queries")
-    if listing.works * section >= 2**31:
+    if listing.works * section * thread_blocks >= 2**31:
         raise UnsupportedError("too many queries for one call")
     if not listing.works and problem.max_queries * (problem.heads * problem.batch if is_hopper else section) >= 2**31:
         raise UnsupportedError("too many queries for one call")
