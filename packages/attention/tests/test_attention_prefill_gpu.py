@@ -192,7 +192,7 @@ def test_a_batch_that_takes_larger_thread_blocks_gives_the_same_bits(size, queri
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "prefixes and a window", "soft cap"])
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [64, 128, 512])
 def test_a_sequence_alone_gives_the_same_bits(size, name):
     q, k, v, starts_q, starts_k = packed(size, torch.bfloat16)
     how = scores(len(LENGTHS), 4)[name]
@@ -209,7 +209,7 @@ def test_a_sequence_alone_gives_the_same_bits(size, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("size", [72, 128, 256])
+@pytest.mark.parametrize("size", [72, 128, 256, 512])
 def test_few_queries_over_many_keys_are_those_of_float64_whatever_the_batch(size, name):
     torch.manual_seed(0)
     lengths, queries = [5000, 0, 300, 2100], 40
@@ -243,11 +243,13 @@ def test_rows_of_no_sequence_and_past_the_bounds_are_zero():
     assert_exact(out[100:300], lse[:, 100:300], first)
 
 
-def test_three_hundred_sequences_are_those_of_a_loop():
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [64, 512])
+def test_three_hundred_sequences_are_those_of_a_loop(size, dtype):
     torch.manual_seed(0)
     lengths = torch.randint(1, 300, (300,)).tolist()
     starts = starts_of(lengths)
-    q, k, v = (random(sum(lengths), 2, 64, dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (random(sum(lengths), 2, size, dtype=dtype) for _ in range(3))
     out = flash_attn_varlen_func(q, k, v, starts, starts, 4000, 4000, causal=True)
     for b in range(0, 300, 7):
         rows = slice(int(starts[b]), int(starts[b + 1]))
@@ -271,10 +273,11 @@ def test_out_takes_the_result(out_of):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("holes", [False, True])
 @pytest.mark.parametrize("page", [1, 7, 16, 64, 256])
-def test_paged_caches_are_those_of_float64(page, holes, name):
+@pytest.mark.parametrize("size", [64, 512])
+def test_paged_caches_are_those_of_float64(size, page, holes, name):
     lengths, queries = [300, 0, 54, -1, 1000, 17, 600], 70
-    caches, table, held = scattered(lengths, page, 2, 64, torch.bfloat16, holes)
-    q = random(len(lengths), queries, 4, 64, dtype=torch.bfloat16)
+    caches, table, held = scattered(lengths, page, 2, size, torch.bfloat16, holes)
+    q = random(len(lengths), queries, 4, size, dtype=torch.bfloat16)
     how = scores(len(lengths), 4)[name]
     given = {"block_table": table, **how, "return_lse": True}
     out, lse = flash_attn_with_kvcache(q, *caches, cache_seqlens=ints(lengths), **given)
@@ -289,7 +292,7 @@ def test_paged_caches_are_those_of_float64(page, holes, name):
         assert_exact(packed_out[rows], packed_lse[:, rows], exact)
 
 
-@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("size", [64, 128, 512])
 @pytest.mark.parametrize("queries", [17, 130])
 def test_a_hundred_thousand_keys(queries, size):
     lengths = [100_000, 99]
@@ -366,16 +369,17 @@ def test_few_queries_with_sinks_run_as_kernels(queries):
     assert same_bits(repeated, (out, lse))
 
 
-def test_a_replayed_graph_sees_other_lengths_tables_and_keys():
+@pytest.mark.parametrize("size", [64, 512])
+def test_a_replayed_graph_sees_other_lengths_tables_and_keys(size):
     def call(q, k_cache, v_cache, lengths, table):
         return flash_attn_with_kvcache(
             q, k_cache, v_cache, cache_seqlens=lengths, block_table=table, causal=True, return_lse=True
         )
 
     def inputs(seed, lengths):
-        caches, table, _ = scattered([700, 700], 16, 2, 64, torch.bfloat16, False)
+        caches, table, _ = scattered([700, 700], 16, 2, size, torch.bfloat16, False)
         torch.manual_seed(seed)
-        return [random(2, 90, 4, 64, dtype=torch.bfloat16), *caches, ints(lengths), table.roll(seed, 0)]
+        return [random(2, 90, 4, size, dtype=torch.bfloat16), *caches, ints(lengths), table.roll(seed, 0)]
 
     args, fresh = inputs(1, [700, 3]), inputs(2, [64, 513])
     got = graph_replay(call, args, fresh)
