@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from op_samples import FAMILY, OPS, entry_of, launches
+from op_samples import FAMILY, entry_of, launches, make_ops
 from torch._subclasses import FakeTensorMode
 
 from kestrel_runtime import (
@@ -20,6 +20,8 @@ from kestrel_runtime import (
     testing,
     trace,
 )
+
+OPS = make_ops()
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_samples import FAMILY, OPS, entry_of, launches
+from op_samples import FAMILY, entry_of, launches, make_ops
 from torch._subclasses import FakeTensorMode
 
 from kestrel_runtime import (
@@ -13,6 +13,8 @@ from kestrel_runtime import (
     testing,
     trace,
 )
+
+OPS = make_ops()
 
 
 @pytest.fixture(autouse=True)
