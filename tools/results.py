@@ -283,9 +283,9 @@ def _add_lines(panel: Any, lines: Sequence[tuple[tuple[float, Any], tuple[float,
 def _compact(svg: str) -> str:
     """The same picture in fewer bytes: no indentation, no groups of one element, lengths to a hundredth of a point."""
     svg = re.sub(r" *\n(?=[MLz])", " ", svg)
-    svg = re.sub(r" *\n(?=\")", "", svg)
+    svg = re.sub(r"(?<=[\dz]) *\n(?=\")", "", svg)
     svg = re.sub(r"\n +", "\n", svg)
-    svg = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), svg)
+    svg = re.sub(r"-?\d+\.\d{3,}(?![^<>]*<)", lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), svg)
     grouped = 1
     while grouped:
         svg, grouped = re.subn(r'<g(?: id="[^"]*")?>\n([^\n]*(?:/|</text)>)\n</g>', r"\1", svg)

@@ -177,6 +177,15 @@ def test_a_plot_holds_a_bar_for_each_figure_that_was_measured(results, package, 
     assert bars == {"kestrel": 2 + 1, "torch": 1}
 
 
+def test_what_a_reader_sees_of_a_plot_is_not_shortened(results):
+    """Lengths are rounded, numbers in text are not; a group of several elements stays."""
+    bar = '<path d="M 1.2345 2\nL 3 -0.0004\nz\n" style="fill: none"/>'
+    text = '<text x="7.0001">0.12345</text>'
+    picture = f'<g id="figure_1">\n  <g id="bar">\n   {bar}\n  </g>\n  <g id="label">\n   {text}\n  </g>\n</g>\n'
+    compact = '<path d="M 1.23 2 L 3 -0 z" style="fill: none"/>\n<text x="7">0.12345</text>'
+    assert results._compact(picture) == f'<g id="figure_1">\n{compact}\n</g>\n'
+
+
 def test_rows_of_a_run_elsewhere_are_taken_with_the_revision_they_lack(results, package, tmp_path):
     pytest.importorskip("matplotlib")
     root, elsewhere = package.parents[1], Report("NVIDIA H200")
