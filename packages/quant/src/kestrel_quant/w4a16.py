@@ -21,10 +21,10 @@ from ._w4_plan import plan
 class W4Weight:
     """A weight [N, K] of 4-bit codes with one scale, and perhaps one zero point, per row and group of columns.
 
-    Made by :func:`pack_w4`, :func:`w4_from_gptq` and :func:`w4_from_awq`. The layout of its tensors is private to this
-    library, and the same on every architecture: read them with :meth:`dequantize`. Two weights compare equal only if
-    they are one object. `torch.save` and `torch.load` take it, also with ``weights_only=True``, once this package is
-    imported.
+    Made by :func:`pack_w4`, and of checkpoints by :func:`w4_from_gptq`, :func:`w4_from_awq` and
+    :func:`w4_from_compressed_tensors`. The layout of its tensors is private to this library, and the same on every
+    architecture: read them with :meth:`dequantize`. Two weights compare equal only if they are one object. `torch.save`
+    and `torch.load` take it, also with ``weights_only=True``, once this package is imported.
     """
 
     codes: torch.Tensor
@@ -153,7 +153,7 @@ def w4a16_linear(
     """A linear layer with a 4-bit weight: ``x @ weight.T + bias``.
 
     x: [..., K] of the dtype the weight was packed for (bf16, fp16 or float32), any number of rows T. w: from
-    :func:`pack_w4`, :func:`w4_from_gptq` or :func:`w4_from_awq`. bias: [N] in x's dtype or None. *Constant*: w, bias.
+    :func:`pack_w4` or a checkpoint. bias: [N] in x's dtype or None. *Constant*: w, bias.
     The weight is (code - zero) * scale, exact; accumulated in float32, rounded once.
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
