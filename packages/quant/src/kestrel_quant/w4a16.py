@@ -220,7 +220,8 @@ def _w4a16_linear(
     chosen = plan(tokens, rows, columns, _wgmma_sms(x.get_device()) if x.is_cuda else 0)
     by_kernel = chosen.kernel != "vendor"
     if x.ndim != 2 or not by_kernel or permutation is not None:
-        if not (by_kernel and permutation is None and _shows_as_matrices(x, result, rows)):
+        shows = _shows_as_matrices(x, result, rows) if permutation is None else out is None and _fits(permutation, x)
+        if not (by_kernel and shows):
             _check_arguments(x, W4Parts(codes, scales, zeros, permutation, group_size), bias, out)
         if permutation is not None:
             x = x.index_select(-1, permutation)
@@ -249,6 +250,11 @@ def _w4a16_linear(
 def _shows_as_matrices(x: torch.Tensor, result: torch.Tensor, rows: int) -> bool:
     """Whether [T, K] and [T, N] are views of x and the result, which show the entry point all that may be wrong."""
     return x.is_contiguous() and result.is_contiguous() and result.shape == (*x.shape[:-1], rows)
+
+
+def _fits(permutation: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether x's columns in another order, a copy, show the entry point all that may be wrong with x."""
+    return permutation.dtype == torch.int64 and permutation.shape == x.shape[-1:] and x.stride(-1) == 1
 
 
 def _check_arguments(x: torch.Tensor, w: W4Parts, bias: torch.Tensor | None, out: torch.Tensor | None) -> None:
