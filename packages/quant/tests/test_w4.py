@@ -262,8 +262,8 @@ def test_a_zero_point_of_zero_borrows_from_the_next_one(rows: int) -> None:
     codes, scales, zeros = checkpoint(32, rows, 16, torch.float16, "zero too")
     zeros[0, :8] = torch.tensor([0, 0, 15, 0, 1, 8, 15, 0])
     zeros[1, :8] = torch.tensor([15, 7, 1, 1, 8, 2, 3, 1])
-    words = (gptq_zeros(zeros).long() - 0x11111111) & 0xFFFFFFFF
-    packed = w4_from_gptq(gptq_words(codes), scales, words.to(torch.uint32).view(torch.int32))
+    words = (gptq_zeros(zeros).long() - 0x11111111 + 2**31) % 2**32 - 2**31  # of 32 bits
+    packed = w4_from_gptq(gptq_words(codes), scales, words.int())
     assert torch.equal(packed.zeros, zeros.short())
     assert torch.equal(packed.dequantize(), dequantised(codes, scales, zeros, torch.arange(32) // 16)[0])
 
