@@ -321,7 +321,7 @@ void w4a16_token(TensorView out, TensorView x, TensorView codes, TensorView scal
   check.no_overlap("out", out, "residual", residual, /*may_be_same=*/true);
   check_devices(check, "x", x, {{"residual", residual}});
   if (tokens == 0 || results == 0) return;
-  require_covered(weight, scales);
+  require_covered(weight, scales);  // what follows is said of a weight by w4a16_token_covers in w4a16_token.py, too
   if (tokens > 1) unsupported("more than one token");
   if (weight.group % kStep && weight.groups > 1) unsupported("groups that are no multiples of 128 and not whole rows");
   if (results % 16) unsupported("a number of results that is not a multiple of 16");

@@ -64,12 +64,13 @@ void launch_tiles(const W4Params& params, DLDevice device) {
 }
 
 // ctas: persistent CTAs, of which each SM must have room for one. p.partial has memory for a flag of each and its sums.
-// p.splits: 2 for a pair of CTAs for each tile.
+// p.splits: 2 for a pair of CTAs for each tile, else 1.
 template <typename T, typename Tile>
 void launch_stream(const W4Params& params, int ctas, DLDevice device) {
   using Stream = StreamTile<Tile>;
   StreamParams p;
   static_cast<W4Params&>(p) = params;
+  if (p.splits > 2) unsupported("more than two slices of K with persistent CTAs");
   constexpr auto kernel = w4a16_stream_kernel<T, Tile>;
   const int limit = raise_shared_limit<kernel>(device);
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
