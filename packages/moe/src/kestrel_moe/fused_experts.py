@@ -7,7 +7,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from kestrel_runtime import Binary, check, empty, kernel_op
+from kestrel_runtime import Binary, allocator, check, empty, kernel_op
 
 from . import reference_experts, variants
 from ._checks import check_out, check_overlaps
@@ -120,8 +120,9 @@ def _through_grouped_mm(
 ) -> torch.Tensor:
     """Sort tokens by expert, then PyTorch's grouped GEMM, the activation, grouped GEMM, and the weighted sum."""
     pairs, experts = topk_ids.numel(), w1.shape[0]
-    order, expert_of_row, tokens, positions = (empty(hidden, torch.int32, pairs) for _ in range(4))
-    length, ends = empty(hidden, torch.int32, 1), empty(hidden, torch.int32, experts)
+    new = allocator(hidden)
+    sizes = (pairs, pairs, pairs, pairs, 1, experts)
+    order, expert_of_row, tokens, positions, length, ends = (new((size,), (1,), torch.int32) for size in sizes)
     _kernels.moe_align_block_size(topk_ids, experts, 1, order, expert_of_row, length, None)
     _kernels.group_rows(topk_ids, order, expert_of_row, tokens, positions, ends)
     up = F.grouped_mm(hidden.index_select(0, tokens), w1.mT, offs=ends)
@@ -226,14 +227,15 @@ def by_variant(
     experts, pairs, fp8 = w1.shape[0], topk_ids.numel(), w1_scale is not None
     if topk_ids.dtype == torch.int64:
         topk_ids = topk_ids.clamp(-1, 2**31 - 1).to(torch.int32)
+    new = allocator(hidden)
     if out is None:
-        out = empty(hidden, hidden.dtype, tokens, width)
+        out = new((tokens, width), (width, 1), hidden.dtype)
 
     def launch(tile: int, cluster: int, *aligned: torch.Tensor | None) -> torch.Tensor:
         blocks, permutes = 0 if aligned[1] is None else aligned[1].shape[0], aligned[3] is not None
         fused = variant.path == variants.FUSED
         sizes = (tokens, pairs, w1.shape[1] // 2, width, fp8, tile if blocks or fused else 0, blocks, permutes)
-        scratch = empty(hidden, torch.uint8, _scratch_bytes(*sizes, hidden.get_device()))
+        scratch = new((_scratch_bytes(*sizes, hidden.get_device()),), (1,), torch.uint8)
         layer = (out, scratch, hidden, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, expert_map)
         _kernels.fused_experts(*layer, *aligned, tile, cluster, activation)
         return out
@@ -249,7 +251,8 @@ def by_variant(
         return _through_grouped_mm(out, hidden, w1, w2, topk_weights, topk_ids, activation)
     tile = variant.tile
     blocks = reference_experts.most_blocks(pairs, mapped, tile)
-    aligned = [empty(hidden, torch.int32, size) for size in (blocks * tile, blocks, 3 + blocks)]  # the number, counters
-    positions = empty(hidden, torch.int32, pairs) if fp8 and tile == variants.FP8_WGMMA_TILE else None
+    sizes = (blocks * tile, blocks, 3 + blocks)  # the last: the number, and counters
+    aligned = [new((size,), (1,), torch.int32) for size in sizes]
+    positions = new((pairs,), (1,), torch.int32) if fp8 and tile == variants.FP8_WGMMA_TILE else None
     _kernels.align_for_experts(topk_ids, mapped, tile, *aligned, expert_map, positions, experts)
     return launch(tile, 2 if variant.path == variants.CLUSTERED else 1, *aligned, positions)
