@@ -74,6 +74,9 @@ def test_what_no_kernel_covers_is_not_valid(path: str, tile: int, case: Layer) -
         (16384, "fp16", (64, 8, 2048, 1024), "clustered 128"),
         (1024, "bf16", (32, 4, 2880, 2880), "aligned 160"),
         (4096, "bf16", (32, 4, 2880, 2880), "clustered 128"),
+        (8192, "bf16", (8, 2, 4096, 14336), "clustered 128"),
+        (8193, "bf16", (8, 2, 4096, 14336), "grouped_mm"),
+        (8193, "fp16", (8, 2, 4096, 14336), "clustered 128"),
     ],
 )
 def test_many_tokens_take_wide_tiles_and_large_layers_clusters(
@@ -87,7 +90,11 @@ def test_many_tokens_take_wide_tiles_and_large_layers_clusters(
     [
         (4, "fp8", (64, 8, 2048, 1024), "fused 8"),
         (8, "bf16", (64, 8, 2048, 1024), "fused 8"),
-        (16, "fp8", (64, 8, 2048, 1024), "fused 16"),
+        (15, "fp8", (64, 8, 2048, 1024), "fused 16"),
+        (16, "fp8", (64, 8, 2048, 1024), "aligned 32"),
+        (16, "fp8", (128, 8, 2048, 768), "aligned 32"),
+        (16, "fp8", (64, 4, 2048, 1024), "fused 16"),
+        (16, "bf16", (64, 8, 2048, 1024), "fused 16"),
         (16, "fp8", (256, 8, 7168, 2048), "aligned 8"),
         (8, "fp8", (128, 4, 2880, 2880), "fused 8"),
         (9, "fp8", (128, 4, 2880, 2880), "in_kernel 8"),
