@@ -246,7 +246,7 @@ def by_variant(
     mapped = experts if expert_map is None else expert_map.shape[0]
     if variant.path == variants.GROUPED_MM or mapped == 0:  # without the entry point, which checks other calls
         _check_fused_experts(hidden, w1, w2, topk_weights, topk_ids, activation, w1_scale, w2_scale, expert_map, out)
-        if mapped == 0:
+        if mapped == 0 or pairs == 0:
             return out.zero_()
         check_overlaps("fused_experts", out, hidden=hidden, w1=w1, w2=w2, topk_weights=topk_weights, topk_ids=topk_ids)
         return _through_grouped_mm(out, hidden, w1, w2, topk_weights, topk_ids, activation)
