@@ -236,6 +236,21 @@ def test_the_soft_cap_goes_into_the_scale():
     assert plan_decode(problem(softmax_scale=-0.5)).scalars.softmax_scale == -0.5
 
 
+@pytest.mark.parametrize(
+    ("softcap", "scale", "expected"),
+    [
+        (0.0, 2.0**126, (2.0**126, 0.0)),
+        (0.5, 2.0**126, (2.0**126, 0.5)),
+        (2.0**-50, -(2.0**100), (-(2.0**126), 2.0**-40)),
+        (2.0**60, 0.5, (2.0**-60, 2.0**60)),
+        (2.0**61, 0.5, (0.5, 0.0)),
+    ],
+)
+def test_scales_stay_in_float32_whatever_the_soft_cap(softcap, scale, expected):
+    scalars = plan_decode(problem(softcap=softcap, softmax_scale=scale)).scalars
+    assert (scalars.softmax_scale, scalars.softcap) == expected
+
+
 def test_scalars_say_what_the_call_has():
     p = problem(heads=6, kv_heads=2, queries=5, pages=None, page_size=200, cache="e4m3")
     p = replace(p, k_scale_heads=1, v_scale_heads=2)
