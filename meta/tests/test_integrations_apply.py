@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from logit_bounds import ROUNDING
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
 
 from kestrel_kernels.integrations import transformers as integration
 from kestrel_kernels.integrations.transformers import patch
@@ -169,6 +170,42 @@ def test_wrapped_modules_are_left_and_named(tiny_transformer):
     torch.testing.assert_close(logits(model), before, **ROUNDING)
 
 
+def test_modules_of_other_packages_are_left_and_named(tiny_transformer):
+    class OwnAttention(LlamaAttention):
+        def forward(self, *args, **options):
+            out, weights = super().forward(*args, **options)
+            return 2 * out, weights
+
+    model = tiny_transformer("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = OwnAttention
+    before = logits(model)
+    assert integration.apply(model).left == ["2 OwnAttention (unknown)"]
+    torch.testing.assert_close(logits(model), before, **ROUNDING)
+
+
+def test_a_class_whose_forward_was_replaced_keeps_it(tiny_transformer, monkeypatch):
+    own = LlamaRMSNorm.forward
+    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: 2 * own(self, x))
+    model = tiny_transformer("llama")
+    before = logits(model)
+    assert integration.apply(model).left == ["5 LlamaRMSNorm (its class has another forward)"]
+    torch.testing.assert_close(logits(model), before, **ROUNDING)
+
+
+def test_arguments_that_no_tested_version_has_are_not_ignored(tiny_transformer, monkeypatch):
+    """transformers 5.24 renamed past_key_values: a forward that ignored the new name would leave out the cache."""
+    own = LlamaAttention.forward
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, kv_store=None, **kwargs):
+        return own(self, hidden_states, position_embeddings, attention_mask, kv_store, **kwargs)
+
+    forward.__module__ = LlamaAttention.__module__
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
+    report = integration.apply(tiny_transformer("llama"))
+    assert report.left == ["2 LlamaAttention (its forward takes kv_store)"]
+
+
 def test_layers_that_are_wrapped_or_watched_later_are_heeded(tiny_transformer):
     model = tiny_transformer("llama")
     integration.apply(model)
@@ -256,19 +293,19 @@ def test_only_a_model_of_transformers_is_taken():
         integration.apply(torch.nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("version", ["5.16.2", "5.24.0", "6.0.0.dev0"])
+@pytest.mark.parametrize("version", ["5.16.2", "5.25.0", "6.0.0.dev0"])
 def test_a_version_outside_the_tested_range_warns_once(monkeypatch, tiny_transformer, version):
     monkeypatch.setattr("transformers.__version__", version)
     monkeypatch.setattr(patch, "_warned", False)
     model = tiny_transformer("llama")
-    with pytest.warns(integration.VersionWarning, match=f"5.17 to 5.23, found {version}"):
+    with pytest.warns(integration.VersionWarning, match=f"5.17 to 5.24, found {version}"):
         integration.apply(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error", integration.VersionWarning)
         integration.apply(model)
 
 
-@pytest.mark.parametrize("version", ["5.17.0", "5.23.1"])
+@pytest.mark.parametrize("version", ["5.17.0", "5.24.1"])
 def test_a_tested_version_is_silent(monkeypatch, tiny_transformer, version):
     monkeypatch.setattr("transformers.__version__", version)
     monkeypatch.setattr(patch, "_warned", False)

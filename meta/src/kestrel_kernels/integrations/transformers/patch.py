@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from .few_tokens import activation
 from .modules import MLP, Attention, Fused, Head, Layer, Norm, Rotary, Router, experts_function, is_plain
 from .prompts import DTYPES
 
-TESTED = ((5, 17), (5, 23))
+TESTED = ((5, 17), (5, 24))
 """The first and the last release series of transformers that the tests ran with."""
 
 _STATE = "_kestrel_applied"
@@ -76,6 +77,18 @@ _FAMILIES = {
     "gemma2": Family("Gemma2", _window_and_softcap, 1.0, sandwich=True),
     "gemma3": Family("Gemma3", _window_of_module, 1.0, sandwich=True),
 }
+
+
+_ATTENTION = {"hidden_states", "position_embeddings", "attention_mask", "past_key_values", "cache", "kwargs"}
+_ARGUMENTS = {
+    "RMSNorm": {"x", "hidden_states"},
+    "DecoderLayer": _ATTENTION | {"position_ids", "use_cache"},
+    "MLP": {"x", "hidden_states"},
+    "Attention": _ATTENTION,
+    "TopKRouter": {"hidden_states"},
+    "RotaryEmbedding": {"x", "position_ids", "layer_type"},
+}
+"""The arguments of the forward functions that are replaced, in all tested versions of transformers."""
 
 
 def check_version() -> None:
@@ -204,7 +217,10 @@ def _change(
             elif norms and type(module) is nn.LayerNorm:
                 applied.leave(module, "torch's own")
         elif chosen.get(part := type(module).__name__[len(family.prefix) :]):
-            _PATCHES[part](applied, module, family)
+            if reason := _refusal(module, part):
+                applied.leave(module, reason)
+            else:
+                _PATCHES[part](applied, module, family)
     if mlp and _family(model) is not None:
         _patch_head(applied, model.get_output_embeddings())
     if attention:
@@ -265,11 +281,18 @@ def _family(module: Any) -> Family | None:
 
 
 def _is_of_interest(module: Any) -> bool:
-    """Whether a module of another family is one that an apply of that family would replace."""
-    name = type(module).__name__
-    return type(module).__module__.startswith("transformers.models.") and name.endswith(
-        ("Norm", "Attention", "MLP", "Experts", "Router")
-    )
+    """Whether a module of no known family, in transformers or elsewhere, is named as one that would be replaced."""
+    kinds = ("Norm", "Attention", "MLP", "Experts", "Router")
+    return type(module) is not nn.LayerNorm and type(module).__name__.endswith(kinds)
+
+
+def _refusal(module: Any, part: str) -> str | None:
+    """Why the forward function of a module's class is not the one that is known, or None."""
+    forward = type(module).forward
+    if forward.__module__ != type(module).__module__:
+        return "its class has another forward"
+    unknown = [name for name in inspect.signature(forward).parameters if name not in _ARGUMENTS[part] | {"self"}]
+    return f"its forward takes {', '.join(unknown)}" if unknown else None
 
 
 def _patch_norm(applied: _Applied, module: Any, family: Family) -> None:
