@@ -284,6 +284,15 @@ def test_the_last_block_of_the_buffers_may_be_partial(positions: int, blocks: in
             invoke_cute_moe_up(*arguments, block_size=16)
 
 
+def test_a_partial_last_block_names_no_pair_past_its_positions() -> None:
+    sorted_ids, experts = torch.full((17,), 2, dtype=torch.int32), torch.arange(2, dtype=torch.int32)
+    sorted_ids[0], sorted_ids[16] = 0, 1
+    ids, length = torch.arange(2, dtype=torch.int32)[None], torch.tensor([32], dtype=torch.int32)
+    w1 = torch.tensor([[[3.0]], [[5.0]]])
+    got = invoke_cute_moe_up(torch.ones(1, 1), w1, None, None, ids, sorted_ids, experts, length, block_size=16)
+    assert got.tolist() == [[3.0], [5.0]]
+
+
 def test_views_out_and_untouched_inputs() -> None:
     c = case(12, 16, torch.bfloat16)
     wide = torch.randn(24, 60).bfloat16()
