@@ -160,6 +160,7 @@ def test_scales_of_fp8_weights_are_given_in_order(kernels: Kernels, path: str) -
     assert kernels.calls[-2][1][:5] == (2, 6, INNER, WIDTH, True)
     _, given = kernels.calls[-1]
     assert (given[7], given[8]) == tuple(scales.values())
+    assert given[13] is None  # positions, which tiles of 128 take
 
 
 def test_an_empty_map_gives_zeros(kernels: Kernels) -> None:
@@ -227,6 +228,15 @@ def test_grouped_products_check_their_arguments_first(kernels: Kernels) -> None:
     assert not kernels.calls
 
 
+@pytest.mark.parametrize("name", ["hidden", "w1", "w2"])
+def test_grouped_products_get_no_out_that_overlaps(kernels: Kernels, name: str) -> None:
+    given = layer()
+    out = given[name].view(-1)[: 9 * WIDTH].view(9, WIDTH)
+    with pytest.raises(ValueError, match=f"fused_experts: argument 'out': .* shares no memory with '{name}'"):
+        module.by_variant(Variant("grouped_mm"), **given, out=out)
+    assert not kernels.calls
+
+
 # -- the choice of a call ---------------------------------------------------------------------------------------------
 
 
@@ -281,7 +291,7 @@ def test_weights_that_grouped_mm_does_not_take_go_through_the_kernels(
     assert chosen(monkeypatch, **given) == Variant("grouped_mm")
     for name in ("w1", "w2"):
         wide = torch.zeros(*given[name].shape[:-1], given[name].shape[-1] + 8).bfloat16()[..., :-8]
-        moved = torch.zeros(given[name].numel() + 1).bfloat16()[1:].view(given[name].shape)
+        moved = torch.zeros(given[name].numel() + 4).bfloat16()[4:].view(given[name].shape)  # by 8 bytes
         assert wide.shape == moved.shape == given[name].shape
         for other in (wide, moved):
             assert chosen(monkeypatch, **given | {name: other}) == Variant("clustered", 128)

@@ -72,6 +72,7 @@ BAD_INPUTS = {
         BadInput("flat scales", "scale", call(X, torch.ones(3)), ValueError, "(1,)"),
         BadInput("number as scale", "scale", call(X, 0.5), TypeError, "tensor"),
         BadInput("half scale", "scale", call(X, torch.ones(1).half()), TypeError, "float32"),
+        BadInput("scale elsewhere", "scale", call(X, torch.ones(1, device="meta")), ValueError, "device"),
         BadInput("scale and bound", "scale_ub", call(X, SCALE, scale_ub=torch.ones(1)), ValueError, "None"),
         BadInput("scale and group", "granularity", call(X, SCALE, granularity="group"), ValueError, "given scale"),
         BadInput("scale, column-major", "column_major_scales", call(X, SCALE, column_major_scales=True), ValueError),
@@ -159,7 +160,9 @@ BAD_INPUTS = {
     "w4_from_gptq": [
         BadInput("words in int64", "qweight", call(WORDS.long(), GROUPS), TypeError, "int32"),
         BadInput("scales of other rows", "scales", call(WORDS, torch.ones(2, 7)), ValueError, "(any, 8)"),
-        BadInput("groups that do not divide", "scales", call(WORDS, torch.ones(3, 8)), ValueError, "divides"),
+        BadInput("groups that do not divide", "scales", call(WORDS, torch.ones(6, 8)), ValueError, "divides"),
+        BadInput("groups of one column", "scales", call(WORDS, torch.ones(16, 8)), ValueError, "even G"),
+        BadInput("no group", "scales", call(WORDS, torch.ones(0, 8)), ValueError, "divides"),
         BadInput("zeros of other rows", "qzeros", call(WORDS, GROUPS, WORDS), ValueError, "(2, 1)"),
         BadInput("one group", "g_idx", call(WORDS, GROUPS, None, torch.zeros(16).int()), ValueError, "8 times"),
         BadInput("short g_idx", "g_idx", call(WORDS, GROUPS, None, torch.arange(8)), ValueError, "(16,)"),

@@ -250,3 +250,10 @@ def test_a_trained_parameter_is_packed_without_its_gradient() -> None:
     assert not packed.scales.requires_grad
     assert torch.equal(packed.dequantize(), pack_w4(weight.detach(), 4).dequantize())
     assert kestrel_quant.w4a16_linear(X, packed).shape == (2, 4)
+
+
+def test_scales_of_a_checkpoint_are_kept_without_their_gradient() -> None:
+    words, zeros = torch.zeros(16, 1, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
+    scales = torch.nn.Parameter(torch.ones(2, 8))
+    assert not kestrel_quant.w4_from_awq(words, scales, zeros).scales.requires_grad
+    assert not kestrel_quant.w4_from_gptq(words.view(2, 8), scales).scales.requires_grad
