@@ -296,10 +296,13 @@ def tau_cases(tokens: int, heads: int, kv_heads: int, size: int, rows: int) -> l
         bad("tok of another dtype", "tok_qv_linear", tok.half(), TypeError, "float16"),
         bad("tok of another width", "tok_qv_linear", torch.zeros(tokens, heads), fragment=f"({tokens}, {heads})"),
         bad("tok of other tokens", "tok_qv_linear", tok[1:], fragment=f"({tokens - 1}, "),
+        bad("strided tok", "tok_qv_linear", torch.zeros(tokens, 2 * (heads + kv_heads))[:, ::2], fragment="stride 2"),
         bad("no tok", "tok_qv_linear", None, TypeError, "a tensor"),
         bad("a bf16 table for float32", "tau_pos_table", table.bfloat16(), TypeError, "bfloat16"),
         bad("a table too wide", "tau_pos_table", torch.zeros(rows, heads + kv_heads + 1), fragment=f"{rows}, "),
         bad("a table too narrow", "tau_pos_table", torch.zeros(rows, heads - 1), fragment=f"({rows}, {heads - 1})"),
+        *[bad("a shared table", "tau_pos_table", torch.zeros(rows, heads), fragment="any")] * (heads != kv_heads),
+        bad("a strided table", "tau_pos_table", torch.zeros(rows, 2 * (heads + kv_heads))[:, ::2], fragment="stride 2"),
         bad("a table of rank 1", "tau_pos_table", torch.zeros(heads + kv_heads), fragment="1-D"),
         bad("a table elsewhere", "tau_pos_table", table.to("meta"), fragment="meta"),
         bad("positions of floats", "positions", torch.zeros(tokens), TypeError, "float32"),
@@ -319,11 +322,14 @@ def merge_cases(tokens: int, heads: int, _: int, size: int, __: int) -> list[Bad
         bad("rank 2", "out_a", out[0], fragment="2-D"),
         bad("two shapes", "out_b", out[1:], fragment=f"({tokens - 1}, "),
         bad("strided", "out_b", torch.zeros(tokens, heads, 2 * size)[..., ::2], fragment="stride 2"),
+        bad("the first strided", "out_a", torch.zeros(tokens, heads, 2 * size)[..., ::2], fragment="stride 2"),
         bad("a bf16 lse", "lse_a", lse.bfloat16(), TypeError, "bfloat16"),
         bad("lse of rank 1", "lse_b", lse[0], fragment="1-D"),
         bad("lse of other tokens", "lse_b", torch.zeros(heads, tokens + 1), fragment=f"({heads}, {tokens + 1})"),
         bad("no lse", "lse_a", None, TypeError, "a tensor"),
         bad("lse elsewhere", "lse_b", lse.to("meta"), fragment="meta"),
+        bad("the first lse elsewhere", "lse_a", lse.to("meta"), fragment="meta"),
+        bad("lse of other heads", "lse_b", torch.zeros(heads + 1, tokens), fragment=f"({heads + 1}, {tokens})"),
     ]
 
 

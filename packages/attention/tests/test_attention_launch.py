@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kestrel_attention import decode, flash_attn_with_kvcache, plans, tau_tail
+from kestrel_attention import decode, flash_attn_with_kvcache, merge_attention_states, plans, tau_tail
 from kestrel_attention.arguments import Cached, Codes, Scores
 from kestrel_attention.kernels.variants import NAMED
 from kestrel_attention.plan import DecodeProblem
@@ -354,3 +354,98 @@ def test_tau_tail_does_not_find_a_plan_by_an_equal_number_of_another_type(bad, m
     with pytest.raises(TypeError, match="tau_tail"):
         tau_tail.kernel_op.launch(**given, **(good | bad))
     assert len(done) == 1
+
+
+@pytest.fixture
+def entries(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...]]]:
+    """The calls of the kernels of tau_tail and merge_attention_states, which do nothing."""
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    binary = SimpleNamespace(kernel=lambda variant, _: lambda *given: calls.append((variant.name, given)))
+    for op in (tau_tail, merge_attention_states):
+        monkeypatch.setattr(sys.modules[op.__module__], "_binary", binary)
+        monkeypatch.setattr(sys.modules[op.__module__], "_launches", Plans())
+    return calls
+
+
+def tau_arguments(size: int = 8, wide: int = 0, offset: int = 0, tokens: int = 3, **more: Any) -> dict[str, Any]:
+    """Two query and two KV heads in bf16; rows are ``wide`` elements longer, and begin ``offset`` later."""
+    row = 6 * size + wide
+    qkv = torch.zeros(tokens * row + offset).bfloat16()[offset:].view(tokens, row)[:, : 6 * size]
+    given = {"qkv": qkv, "tok_qv_linear": torch.zeros(tokens, 4).bfloat16(), "tau_pos_table": torch.zeros(5, 4)}
+    return given | {"positions": torch.arange(tokens), "num_heads": 2, "head_size": size} | more
+
+
+def test_tau_tail_gives_its_kernel_positions_as_words(entries):
+    given = tau_arguments()
+    tau_tail.kernel_op.launch(**given)
+    tau_tail.kernel_op.launch(**given | {"positions": given["positions"].int()})
+    tau_tail.kernel_op.launch(**tau_arguments(tokens=1, positions=torch.tensor([7, 0, 0])[::3]))
+    (name, of_words), (_, of_int32), (_, of_one) = entries
+    assert name == "tau_tail_bf16_fp32"
+    assert all(x is y for x, y in zip(of_words[:3], given.values(), strict=False))
+    assert of_words[3].tolist() == [0, 0, 1, 0, 2, 0]  # little-endian
+    assert of_one[3].tolist() == [7, 0]
+    assert of_int32[3].tolist() == [0, 1, 2]
+    assert [x[4:] for x in (of_words, of_int32, of_one)] == [(True, 2, 8), (False, 2, 8), (True, 2, 8)]
+
+
+@pytest.mark.parametrize("changed", [{"size": 4}, {"wide": 4}, {"offset": 4}], ids=str)
+def test_tau_tail_of_heads_that_are_not_aligned_runs_by_reference(entries, changed):
+    tau_tail.kernel_op.launch(**tau_arguments())
+    with pytest.raises(UnsupportedError, match="aligned to 16 bytes"):
+        tau_tail.kernel_op.launch(**tau_arguments(**changed))
+    assert len(entries) == 1
+
+
+def test_tau_tail_refuses_another_head_size_after_a_usual_call_too(entries):
+    tau_tail.kernel_op.launch(**tau_arguments())
+    with pytest.raises(ValueError, match="tau_tail: argument 'qkv'"):
+        tau_tail.kernel_op.launch(**tau_arguments() | {"head_size": 16})
+    assert len(entries) == 1
+
+
+@pytest.mark.parametrize("changed", [{"tokens": 0}, {"tau_pos_table": torch.zeros(0, 4)}], ids=["tokens", "table"])
+def test_tau_tail_of_nothing_launches_nothing(entries, changed):
+    tau_tail.kernel_op.launch(**tau_arguments(**changed))
+    assert entries == []
+
+
+def parts(size: int = 8, wide: int = 0, offset: int = 0, tokens: int = 3) -> list[torch.Tensor]:
+    """Outputs and LSEs of two heads in fp16; rows of the second are longer, and begin later."""
+    row = size + wide
+    second = torch.zeros(tokens * 2 * row + offset).half()[offset:].view(tokens, 2, row)[..., :size]
+    return [torch.zeros(tokens, 2, size).half(), torch.zeros(2, tokens), second, torch.zeros(2, tokens)]
+
+
+def test_merging_gives_its_kernel_the_parts_and_results(entries):
+    given = parts()
+    results = merge_attention_states.kernel_op.launch(*given)
+    ((name, got),) = entries
+    assert name == "merge_fp16"
+    assert all(x is y for x, y in zip(got, (*given, *results), strict=True))
+    assert [(x.dtype, x.shape) for x in results] == [(torch.float16, (3, 2, 8)), (torch.float32, (2, 3))]
+
+
+@pytest.mark.parametrize("changed", [{"size": 4}, {"wide": 4}, {"offset": 4}], ids=str)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_merging_rows_that_are_not_aligned_runs_by_reference(entries, changed, swapped):
+    merge_attention_states.kernel_op.launch(*parts())
+    given = parts(**changed)
+    with pytest.raises(UnsupportedError, match="aligned to 16 bytes"):
+        merge_attention_states.kernel_op.launch(*(given[2:] + given[:2] if swapped else given))
+    assert len(entries) == 1
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_merging_refuses_other_shapes_after_a_usual_call_too(entries, which):
+    given = parts()
+    merge_attention_states.kernel_op.launch(*given)
+    given[which] = given[which][:1]
+    with pytest.raises(ValueError, match="merge_attention_states: argument"):
+        merge_attention_states.kernel_op.launch(*given)
+    assert len(entries) == 1
+
+
+def test_merging_nothing_launches_nothing(entries):
+    assert merge_attention_states.kernel_op.launch(*parts(tokens=0))[0].shape == (0, 2, 8)
+    assert entries == []

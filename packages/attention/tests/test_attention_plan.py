@@ -251,6 +251,11 @@ def test_scales_stay_in_float32_whatever_the_soft_cap(softcap, scale, expected):
     assert (scalars.softmax_scale, scalars.softcap) == expected
 
 
+def test_a_table_without_columns_holds_no_key():
+    assert problem(pages=0).capacity == 0
+    assert plan_decode(problem(pages=0)).scalars.capacity == 0
+
+
 def test_scalars_say_what_the_call_has():
     p = problem(heads=6, kv_heads=2, queries=5, pages=None, page_size=200, cache="e4m3")
     p = replace(p, k_scale_heads=1, v_scale_heads=2)

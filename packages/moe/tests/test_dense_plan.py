@@ -81,5 +81,37 @@ def test_few_tokens_stream_the_weight(tokens: int, kernel: Kernel) -> None:
     assert _dense_plan.choose_on_hopper(tokens, 1152, 1152).kernel == kernel
 
 
+@pytest.mark.parametrize(
+    ("outputs", "width", "full"),
+    [
+        (8192, 8192, True),  # 32 x 32 tiles in 8 waves of 132: 97 %
+        (4096, 4096, True),  # 32 x 16 tiles in 4 waves: 97 %
+        (2048, 4104, False),  # more than twice as wide as the result
+        (2304, 4096, False),  # 32 x 9 tiles in 3 waves: 73 %
+    ],
+)
+def test_large_layers_take_the_largest_tile_where_waves_are_full(outputs: int, width: int, full: bool) -> None:
+    plan = _dense.choose_on_hopper(4096, outputs, width)
+    assert plan == (Plan(Kernel.COOPERATIVE, 256) if full else Plan(Kernel.VENDOR))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "width", "plan"),
+    [
+        (32, 1152, 4304, Plan(Kernel.STREAM, splits=0)),
+        (33, 1152, 4304, Plan(Kernel.COOPERATIVE, 64, splits=2)),
+        (100, 1152, 4608, Plan(Kernel.COOPERATIVE, 64, splits=2)),
+        (101, 1152, 4304, Plan(Kernel.VENDOR)),
+        (100, 1153, 4608, Plan(Kernel.VENDOR)),
+        (100, 1152, 4609, Plan(Kernel.VENDOR)),
+        (1281, 1152, 4304, Plan(Kernel.COOPERATIVE, 128, 2)),
+        (1409, 4304, 1152, Plan(Kernel.COOPERATIVE, 208, 2)),
+        (1536, 4304, 1152, Plan(Kernel.COOPERATIVE, 208, 2)),
+    ],
+)
+def test_measured_layers_take_their_plan_within_its_range(tokens: int, outputs: int, width: int, plan: Plan) -> None:
+    assert _dense.choose_on_hopper(tokens, outputs, width) == plan
+
+
 def test_a_streaming_plan_leaves_the_splits_to_the_launch() -> None:
     assert _dense_plan.choose_on_hopper(16, 8192, 2048) == Plan(Kernel.STREAM, splits=0)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import kestrel_moe
-from kestrel_moe import moe_align, tuned, variants
+from kestrel_moe import invoke_moe, invoke_moe_fp8, moe_align, tuned, variants
 from kestrel_moe.reference_experts import most_blocks
 from kestrel_moe.variants import Variant
 
@@ -160,6 +160,7 @@ def test_scales_of_fp8_weights_are_given_in_order(kernels: Kernels, path: str) -
     assert kernels.calls[-2][1][:5] == (2, 6, INNER, WIDTH, True)
     _, given = kernels.calls[-1]
     assert (given[7], given[8]) == tuple(scales.values())
+    assert given[13] is None  # positions, which tiles of 128 take
 
 
 def test_an_empty_map_gives_zeros(kernels: Kernels) -> None:
@@ -240,6 +241,15 @@ def test_grouped_products_check_their_arguments_first(kernels: Kernels) -> None:
     assert not kernels.calls
 
 
+@pytest.mark.parametrize("name", ["hidden", "w1", "w2"])
+def test_grouped_products_get_no_out_that_overlaps(kernels: Kernels, name: str) -> None:
+    given = layer()
+    out = given[name].view(-1)[: 9 * WIDTH].view(9, WIDTH)
+    with pytest.raises(ValueError, match=f"fused_experts: argument 'out': .* shares no memory with '{name}'"):
+        module.by_variant(Variant("grouped_mm"), **given, out=out)
+    assert not kernels.calls
+
+
 # -- the choice of a call ---------------------------------------------------------------------------------------------
 
 
@@ -294,12 +304,115 @@ def test_weights_that_grouped_mm_does_not_take_go_through_the_kernels(
     assert chosen(monkeypatch, **given) == Variant("grouped_mm")
     for name in ("w1", "w2"):
         wide = torch.zeros(*given[name].shape[:-1], given[name].shape[-1] + 8).bfloat16()[..., :-8]
-        moved = torch.zeros(given[name].numel() + 1).bfloat16()[1:].view(given[name].shape)
+        moved = torch.zeros(given[name].numel() + 4).bfloat16()[4:].view(given[name].shape)  # by 8 bytes
         assert wide.shape == moved.shape == given[name].shape
         for other in (wide, moved):
             assert chosen(monkeypatch, **given | {name: other}) == Variant("clustered", 128)
     table = torch.arange(5, dtype=torch.int32)
     assert chosen(monkeypatch, **given, expert_map=table).path != "grouped_mm"
+
+
+# -- the two products -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("halves", [False, True])
+def test_the_products_are_given_their_arguments_in_order(
+    monkeypatch: pytest.MonkeyPatch, halves: bool, fp8: bool
+) -> None:
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    class Entries:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *given: calls.append((name, given))
+
+    for each in (invoke_moe, invoke_moe_fp8):
+        monkeypatch.setattr(each, "_kernels", Entries())
+    kind = torch.float8_e4m3fn if fp8 else torch.float16
+    x, inner = torch.zeros(3, 8).to(kind), torch.zeros(6, 4).to(kind)
+    w1, w2, w3 = torch.zeros(5, 4, 8).to(kind), torch.zeros(5, 4, 8).to(kind) if halves else None, torch.zeros(5, 8, 4)
+    scales = [torch.ones(n) if fp8 else None for n in range(1, 6)]  # of x, w1, w2, the inner layer, w3
+    ids, weights = torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
+    blocks = (*(torch.zeros(n, dtype=torch.int32) for n in (16, 1, 1)), 16)
+    of_up, of_down = (w1, w2), (w3,)
+    ops = invoke_moe._invoke_cute_moe_up, invoke_moe._invoke_cute_moe_down
+    if fp8:
+        of_up, of_down = (scales[0], w1, scales[1], w2, scales[2]), (scales[3], w3, scales[4])
+        ops = invoke_moe_fp8._invoke_cute_moe_up_fp8, invoke_moe_fp8._invoke_cute_moe_down_fp8
+    up = ops[0].kernel_op.launch(x, *of_up, ids, *blocks)
+    down = ops[1].kernel_op.launch(inner, *of_down, weights, ids, *blocks)
+    wanted = [
+        ("invoke_moe_up", (up, x, scales[0], w1, scales[1], w2, scales[2], ids, *blocks)),
+        ("invoke_moe_down", (down, inner, scales[3], w3, scales[4], weights, ids, *blocks)),
+    ]
+    for (name, given), (entry, arguments) in zip(calls, wanted, strict=True):
+        assert name == entry
+        assert all(a is b for a, b in zip(given, arguments, strict=True))
+    dtype = torch.bfloat16 if fp8 else torch.float16
+    assert (up.shape, up.dtype) == ((6, 8 if halves else 4), dtype)
+    assert (down.shape, down.dtype) == ((3, 2, 8), dtype)
+
+
+# -- routing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "words"), [(0, 0), (8, 0), (9, 8)])
+def test_counts_of_more_than_8_tokens_have_scratch_memory_behind_them(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, words: int
+) -> None:
+    given: list[Any] = []
+
+    class Entries:
+        def topk_softmax(self, *arguments: Any) -> None:
+            given.extend(arguments)
+
+    monkeypatch.setattr(importlib.import_module("kestrel_moe.topk_softmax"), "_kernels", Entries())
+    gating, bias, number = torch.zeros(tokens, 64), torch.ones(64), torch.ones(1, dtype=torch.int32)
+    options = {"renormalize": True, "bias": bias, "num_tokens": number}
+    weights, ids, counts = kestrel_moe.topk_softmax.kernel_op.launch(gating, 6, **options)
+    assert given[0] is weights
+    assert given[1] is ids
+    assert given[2].shape == (64 + words,)
+    assert given[2].data_ptr() == counts.data_ptr()
+    assert given[3:] == [gating, 6, True, bias, number]
+    assert (weights.shape, ids.shape, counts.shape) == ((tokens, 6), (tokens, 6), (64,))
+    assert (weights.dtype, ids.dtype, counts.dtype) == (torch.float32, torch.int32, torch.int32)
+
+
+# -- gated activations ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "options", "formula"),
+    [
+        (kestrel_moe.gelu_residual, {"approximate": "tanh"}, (False, "tanh", 1.0)),
+        (kestrel_moe.gelu_and_mul, {"approximate": "tanh"}, (False, "tanh", 0.0)),
+        (kestrel_moe.silu_and_mul, {}, (True, "none", 0.0)),
+    ],
+)
+def test_activations_of_rows_of_any_strides_are_written_where_they_belong(
+    monkeypatch: pytest.MonkeyPatch, op: Any, options: dict[str, str], formula: tuple[Any, ...]
+) -> None:
+    class Entries:
+        def gated(self, out: Tensor, x: Tensor, *rest: Any) -> None:
+            assert rest == formula
+            assert (x.shape, out.shape) == ((6, 8), (6, 4))
+            out.copy_(x[:, :4] + 1)
+
+        def gated_fp8(self, q: Tensor, scale: Tensor, x: Tensor, *rest: Any) -> None:
+            assert rest == formula
+            assert (q.dtype, *q.shape) == (torch.float8_e4m3fn, 6, 4)
+            assert (scale.dtype, *scale.shape) == (torch.float32, 6, 1)
+
+    monkeypatch.setattr(importlib.import_module("kestrel_moe._gated"), "_kernels", Entries())
+    rows = torch.arange(48.0).view(6, 8)
+    turned = torch.arange(48.0).view(3, 2, 8).transpose(0, 1)
+    for x in (rows, rows.view(2, 3, 8), turned):
+        assert torch.equal(op.kernel_op.launch(x, **options), x[..., :4] + 1)
+    out = torch.zeros(3, 2, 4).transpose(0, 1)
+    assert op.kernel_op.launch(turned, **options, out=out) is out
+    assert torch.equal(out, turned[..., :4] + 1)
+    getattr(kestrel_moe, f"{op.__name__}_fp8").kernel_op.launch(rows, **options)
 
 
 # -- route_and_align --------------------------------------------------------------------------------------------------

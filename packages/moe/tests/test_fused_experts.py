@@ -147,6 +147,32 @@ def test_the_choices_are_added_in_ascending_order(tokens: int) -> None:
     assert turned.flatten().tolist() == [1.0] * tokens
 
 
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_the_choices_are_added_in_float32(tokens: int) -> None:
+    w1 = torch.tensor([[[16.0], [1.0]]]).bfloat16().expand(3, 2, 1).contiguous()  # GELU(16) * 1 = 16
+    w2 = torch.tensor([16.0, 2.0**-4, 2.0**-4]).bfloat16().view(3, 1, 1)  # 256, 1 and 1; 257 is no number of bf16
+    ids = torch.arange(3, dtype=torch.int32).expand(tokens, 3).contiguous()
+    hidden = torch.ones(tokens, 1).bfloat16()
+    got = fused_experts(hidden, w1, w2, torch.ones(tokens, 3), ids, activation="gelu_and_mul")
+    assert got.flatten().tolist() == [258.0] * tokens
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_the_hidden_layer_is_rounded_and_what_is_activated_is_not(tokens: int) -> None:
+    """GELU keeps 16 and 16 + 1/16, of which bf16 makes 16; and -2 - 2^-7, which has no number of bf16."""
+    ids, weights = torch.zeros(tokens, 1, dtype=torch.int32), torch.ones(tokens, 1)
+    hidden = torch.ones(tokens, 2).bfloat16()
+    w1 = torch.tensor([[[16.0, 0.0], [16.0, 2.0**-4], [1.0, 0.0], [1.0, 0.0]]]).bfloat16()
+    w2 = torch.tensor([[[1.0, -1.0], [1.0, 0.0]]]).bfloat16()
+    got = fused_experts(hidden, w1, w2, weights, ids, activation="gelu_and_mul")
+    assert got.tolist() == [[0.0, 16.0]] * tokens
+    w1[:, :2] = torch.tensor([-2.0, -(2.0**-7)])
+    w2[:, 0, 1] = 0.0
+    got = fused_experts(hidden, w1, w2, weights, ids, activation="gelu_and_mul")
+    exact = -2.0078125 * 0.5 * math.erfc(2.0078125 / math.sqrt(2))
+    assert got.tolist() == [[torch.tensor(exact).bfloat16().item()] * 2] * tokens
+
+
 @pytest.mark.parametrize("tokens", [4, 50])
 def test_negative_ids_and_ids_past_the_end_are_skipped(tokens: int) -> None:
     case = layer(tokens, 8, 3)
@@ -167,6 +193,7 @@ def test_an_expert_map_selects_and_permutes_the_local_experts(tokens: int) -> No
     expert_map = [-1, 3, -1, 0, 2, -1, -1, 1, -1, -1, -1, 77]
     case.w1, case.w2 = case.w1[:4], case.w2[:4]
     case.ids[0, 0] = 12  # past the end of the map
+    case.ids[1, 1] = -6  # counted from the end, the place of expert 1
     got = case.run(expert_map=torch.tensor(expert_map, dtype=torch.int32))
     assert_right(got, case.by_hand(expert_map=expert_map))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -72,6 +74,19 @@ def test_the_hidden_layer_is_rounded_to_the_dtype_of_the_input() -> None:
     wide = torch.full((1, 1), 256.0).bfloat16()
     residual = torch.full((1, 1), -768.0).bfloat16()
     assert fused_mlp(x, ones, None, wide, None, residual, activation="gelu").item() == 0.0  # 256 * 3.0 - 768
+
+
+def test_what_gelu_takes_and_what_the_residual_is_added_to_are_not_rounded() -> None:
+    # -2 - 2^-7 is half way between two numbers of bf16, of which GELU(-2) is one and a half steps off
+    pair, one = torch.ones(1, 2).bfloat16(), torch.ones(1, 1).bfloat16()
+    got = fused_mlp(pair, torch.tensor([[-2.0, -(2.0**-7)]]).bfloat16(), None, one, None, activation="gelu")
+    assert got.item() == torch.tensor(-2.0078125 * 0.5 * math.erfc(2.0078125 / math.sqrt(2))).bfloat16().item()
+    # 32 and 32 through GELU, then 32 + 1/8, which bf16 has not, less 32
+    residual = torch.tensor([[-32.0]]).bfloat16()
+    got = fused_mlp(
+        pair, 16 * torch.ones(2, 2).bfloat16(), None, torch.tensor([[1.0, 2.0**-8]]).bfloat16(), None, residual
+    )
+    assert got.item() == 0.125
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 16, 257])

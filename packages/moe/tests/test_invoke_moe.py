@@ -284,6 +284,28 @@ def test_the_last_block_of_the_buffers_may_be_partial(positions: int, blocks: in
             invoke_cute_moe_up(*arguments, block_size=16)
 
 
+@pytest.mark.parametrize("size", [16, 32, 64, 128])
+def test_one_full_block_fits_its_own_size_alone(size: int) -> None:
+    ids, length = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([size], dtype=torch.int32)
+    sorted_ids, experts = torch.full((size,), 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    sorted_ids[0] = 0
+    arguments = (torch.ones(1, 1), torch.full((1, 1, 1), 3.0), None, None, ids, sorted_ids, experts, length)
+    for block_size in (None, size):
+        assert invoke_cute_moe_up(*arguments, block_size=block_size).item() == 3
+    for other in {16, 32, 64, 128} - {size}:
+        with pytest.raises(ValueError, match=f"'block_size': expected the size .* .{size} positions in 1 blocks"):
+            invoke_cute_moe_up(*arguments, block_size=other)
+
+
+def test_a_partial_last_block_names_no_pair_past_its_positions() -> None:
+    sorted_ids, experts = torch.full((17,), 2, dtype=torch.int32), torch.arange(2, dtype=torch.int32)
+    sorted_ids[0], sorted_ids[16] = 0, 1
+    ids, length = torch.arange(2, dtype=torch.int32)[None], torch.tensor([32], dtype=torch.int32)
+    w1 = torch.tensor([[[3.0]], [[5.0]]])
+    got = invoke_cute_moe_up(torch.ones(1, 1), w1, None, None, ids, sorted_ids, experts, length, block_size=16)
+    assert got.tolist() == [[3.0], [5.0]]
+
+
 def test_views_out_and_untouched_inputs() -> None:
     c = case(12, 16, torch.bfloat16)
     wide = torch.randn(24, 60).bfloat16()

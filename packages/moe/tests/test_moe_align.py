@@ -124,7 +124,7 @@ def test_each_adapter_gets_the_alignment_of_its_own_tokens(flags: torch.dtype, e
     mapping = torch.randint(
         -1, 5, (30,), generator=torch.Generator().manual_seed(0)
     ).int()  # 4 is past the last adapter
-    enabled = torch.tensor([1, 0, 1, 1]).to(flags)
+    enabled = torch.tensor([1, 0, 2, -1]).to(flags)  # any number but 0
     blocks = (60 + 6 * 7) // 8
     outputs = [torch.full(shape, -7, dtype=torch.int32) for shape in ((4, blocks * 8 + 3), (4, blocks), (4,))]
     table = None if expert_map is None else torch.tensor(expert_map, dtype=torch.int32)

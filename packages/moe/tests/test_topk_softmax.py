@@ -87,9 +87,11 @@ def test_experts_too_improbable_for_float32_are_still_chosen_by_their_logits() -
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_nan_counts_as_minus_infinity_and_ids_stay_distinct(k: int) -> None:
     nan, inf = math.nan, math.inf
+    most = torch.finfo(torch.float32).max
     gating = torch.tensor(
-        [[nan, 1.0, nan, 2.0, nan, nan], [nan] * 6, [-inf] * 6, [inf, 0.0, inf, -inf, nan, 1.0], [0.0, 1, 2, 3, 4, 5]]
-    )
+        [[nan, 1.0, nan, 2.0, nan, nan], [nan] * 6, [-inf] * 6, [inf, 0.0, inf, -inf, nan, 1.0], [0.0, 1, 2, 3, 4, 5],
+         [most, inf, -inf, -most, 0.0, -inf], [-inf, -most, -inf, nan, -most, -inf]]
+    )  # fmt: skip
     assert_matches(gating, k, renormalize=True)
     _, ids, _ = topk_softmax(gating, k)
     assert all(len(set(row)) == k for row in ids.tolist())

@@ -97,6 +97,16 @@ def test_a_given_scale_is_used_and_returned_as_it_is(shape: tuple[int, ...]) -> 
     np.testing.assert_array_equal(codes_of(q), nearest_codes(x.float().numpy() / scale.numpy()))
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_codes_are_rounded_quotients(given: bool) -> None:
+    """The scale of row s is s; 17 s and 19 s are half way between codes, which a product with 1 / s misses."""
+    scales = torch.arange(1.0, 4097.0)[:, None]
+    x = scales * torch.tensor([[448.0, 17.0, -19.0]])  # whole numbers below 2^24
+    q, scale = fp8_quant(x, scales) if given else fp8_quant(x)
+    assert torch.equal(scale, scales)
+    assert torch.equal(q.float(), torch.tensor([[448.0, 16.0, -20.0]]).expand(4096, 3))
+
+
 @pytest.mark.parametrize("granularity", ["row", "tensor", "group"])
 def test_a_tensor_of_zeros_gives_zeros_and_a_finite_scale(granularity: str) -> None:
     q, scale = fp8_quant(torch.zeros(3, 130), granularity=granularity)  # type: ignore[arg-type]

@@ -73,6 +73,7 @@ BAD_INPUTS = {
         BadInput("flat scales", "scale", call(X, torch.ones(3)), ValueError, "(1,)"),
         BadInput("number as scale", "scale", call(X, 0.5), TypeError, "tensor"),
         BadInput("half scale", "scale", call(X, torch.ones(1).half()), TypeError, "float32"),
+        BadInput("scale elsewhere", "scale", call(X, torch.ones(1, device="meta")), ValueError, "device"),
         BadInput("scale and bound", "scale_ub", call(X, SCALE, scale_ub=torch.ones(1)), ValueError, "None"),
         BadInput("scale and group", "granularity", call(X, SCALE, granularity="group"), ValueError, "given scale"),
         BadInput("scale, column-major", "column_major_scales", call(X, SCALE, column_major_scales=True), ValueError),
@@ -90,6 +91,9 @@ BAD_INPUTS = {
         BadInput("to integers", "dtype", call(CODES, SCALE, dtype=torch.int8), ValueError, "bfloat16"),
         BadInput("out of other dtype", "out", call(CODES, SCALE, out=torch.empty(3, 12)), TypeError, "bfloat16"),
         BadInput("out of other shape", "out", call(CODES, SCALE, out=torch.empty(3, 6).bfloat16()), ValueError),
+        BadInput(
+            "out, strided", "out", call(CODES, SCALE, out=torch.empty(3, 24).bfloat16()[:, ::2]), ValueError, "contig"
+        ),
     ],
     "int8_quant": [
         BadInput("float64", "x", call(X.double()), TypeError, "float64"),
@@ -126,6 +130,7 @@ BAD_INPUTS = {
         BadInput("NaN", "weight", call(torch.full((2, 4), float("nan")), 4), ValueError, "finite"),
         BadInput("group that does not divide", "group_size", call(X, 8), ValueError, "divisor"),
         BadInput("odd group", "group_size", call(X, 3), ValueError, "even"),
+        BadInput("no columns", "group_size", call(X[:, :0], 4), ValueError, "0 columns"),
         BadInput("group as text", "group_size", call(X, "4"), TypeError, "integer"),
         BadInput("symmetric as a number", "symmetric", call(X, 4, symmetric=1), TypeError, "True"),
     ],
@@ -137,6 +142,13 @@ BAD_INPUTS = {
         BadInput("weight elsewhere", "w", call(X, W4.to("meta")), ValueError, "device"),
         BadInput("bias of other length", "bias", call(X, W4, torch.ones(12)), ValueError, "(6,)"),
         BadInput("number as bias", "bias", call(X, W4, 1.0), TypeError, "tensor"),
+        BadInput("bias in bf16", "bias", call(X, W4, torch.ones(6).bfloat16()), TypeError, "float32"),
+        BadInput("every second bias", "bias", call(X, W4, torch.ones(12)[::2]), ValueError, "contiguous"),
+        BadInput("bias elsewhere", "bias", call(X, W4, torch.ones(6, device="meta")), ValueError, "device"),
+        BadInput("transposed", "x", call(torch.ones(12, 3).t(), W4), ValueError, "contiguous"),
+        BadInput("scalar", "x", call(torch.tensor(1.0), W4), ValueError, "a last dimension of 12"),
+        BadInput("wide out", "out", call(X, W4, out=torch.empty(3, 7)), ValueError, "(3, 6)"),
+        BadInput("every second column", "out", call(X, W4, out=torch.empty(3, 12)[:, ::2]), ValueError, "contiguous"),
         BadInput("out in bf16", "out", call(X, W4, out=torch.ones(3, 6).bfloat16()), TypeError, "float32"),
     ],
     "w4a16_token": [
@@ -148,6 +160,13 @@ BAD_INPUTS = {
         BadInput("bias of other length", "bias", call(X, W4, torch.ones(12)), ValueError, "(6,)"),
         BadInput("norm of other length", "norm_weight", call(X, W4, norm_weight=torch.ones(6)), ValueError, "(12,)"),
         BadInput("norm in bf16", "norm_weight", call(X, W4, norm_weight=torch.ones(12).bfloat16()), TypeError),
+        BadInput(
+            "every second norm", "norm_weight", call(X, W4, norm_weight=torch.ones(24)[::2]), ValueError, "contig"
+        ),
+        BadInput("norm elsewhere", "norm_weight", call(X, W4, norm_weight=X[0].to("meta")), ValueError, "device"),
+        BadInput("residual elsewhere", "residual", call(X, W4, residual=X[:, :6].to("meta")), ValueError, "device"),
+        BadInput("residual, strided", "residual", call(X, W4, residual=X[:, ::2]), ValueError, "contiguous"),
+        BadInput("one row as out", "out", call(X, W4, out=torch.empty(1, 6).expand(3, 6)), ValueError, "share"),
         BadInput("negative eps", "norm_eps", call(X, W4, norm_eps=-1.0), ValueError, ">= 0"),
         BadInput("NaN as bias of a norm", "norm_weight_bias", call(X, W4, norm_weight_bias=float("nan")), ValueError),
         BadInput("unknown activation", "activation", call(X, W4, activation="relu"), ValueError, "'relu'"),
@@ -161,7 +180,9 @@ BAD_INPUTS = {
     "w4_from_gptq": [
         BadInput("words in int64", "qweight", call(WORDS.long(), GROUPS), TypeError, "int32"),
         BadInput("scales of other rows", "scales", call(WORDS, torch.ones(2, 7)), ValueError, "(any, 8)"),
-        BadInput("groups that do not divide", "scales", call(WORDS, torch.ones(3, 8)), ValueError, "divides"),
+        BadInput("groups that do not divide", "scales", call(WORDS, torch.ones(6, 8)), ValueError, "divides"),
+        BadInput("groups of one column", "scales", call(WORDS, torch.ones(16, 8)), ValueError, "even G"),
+        BadInput("no group", "scales", call(WORDS, torch.ones(0, 8)), ValueError, "divides"),
         BadInput("zeros of other rows", "qzeros", call(WORDS, GROUPS, WORDS), ValueError, "(2, 1)"),
         BadInput("one group", "g_idx", call(WORDS, GROUPS, None, torch.zeros(16).int()), ValueError, "8 times"),
         BadInput("short g_idx", "g_idx", call(WORDS, GROUPS, None, torch.arange(8)), ValueError, "(16,)"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +12,11 @@ import torch
 
 import kestrel_quant
 from kestrel_quant import fp8_dequant, fp8_quant, int4_dequant, int4_quant, int8_dequant, int8_quant, pack_w4
+from kestrel_quant.fp8_quant import _fp8_quant, _fp8_quant_static
 from kestrel_runtime import Binary, UnsupportedError
 from kestrel_runtime.testing import assert_same_bits
 
-X = torch.linspace(-3, 3, 32).view(2, 16)
+X, ONE = torch.linspace(-3, 3, 32).view(2, 16), torch.ones(1)
 
 # -- group sizes ------------------------------------------------------------------------------------------------------
 
@@ -76,6 +79,53 @@ def test_an_op_means_the_same_inside_autocast(name: str, dtype: torch.dtype) -> 
     with torch.autocast("cpu", dtype):
         got = CALLS[name]()
     assert_same_bits(got, want)
+
+
+# -- launches ---------------------------------------------------------------------------------------------------------
+
+F8, F32, U8, I8, BF16 = torch.float8_e4m3fn, torch.float32, torch.uint8, torch.int8, torch.bfloat16
+LAUNCHES: dict[str, tuple[Any, tuple[Any, ...], list[Any]]] = {  # op, arguments, what the entry point is given
+    "rows": (_fp8_quant, (X, "row", 5, None, False), [(F8, 2, 16), (F32, 2, 1), None, X, "row", 5, None, False]),
+    "tensor": (
+        _fp8_quant, (X, "tensor", 5, None, False), [(F8, 2, 16), (F32, 1), (F32, 512), X, "tensor", 5, None, False]
+    ),
+    "groups": (_fp8_quant, (X, "group", 5, None, False), [(F8, 2, 16), (F32, 2, 4), None, X, "group", 5, None, False]),
+    "column-major groups": (
+        _fp8_quant, (X, "group", 6, None, True), [(F8, 2, 16), (F32, 3, 4), None, X, "group", 6, None, True]
+    ),
+    "a scale": (_fp8_quant_static, (X, ONE), [(F8, 2, 16), X, ONE]),
+    "FP8": (fp8_dequant, (X.to(F8), ONE, 5), [(BF16, 2, 16), (F8, 2, 16), ONE, 5]),
+    "int8 rows": (int8_quant, (X,), [(I8, 2, 16), (F32, 2, 1), None, X, "row"]),
+    "int8 tensor": (int8_quant, (X, "tensor"), [(I8, 2, 16), (F32, 1), (F32, 512), X, "tensor"]),
+    "int8": (int8_dequant, (X.to(I8), ONE), [(BF16, 2, 16), (I8, 2, 16), ONE]),
+    "int4 groups": (int4_quant, (X, 5), [(U8, 2, 8), (F32, 2, 4), X, 5]),
+    "int4": (int4_dequant, (X.to(U8), ONE, 5), [(BF16, 2, 32), (U8, 2, 16), ONE, 5]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_launch_gives_the_entry_point_results_of_the_right_size(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, arguments, expected = LAUNCHES[name]
+    given: list[Any] = []
+
+    class Entries:
+        def __getattr__(self, entry: str) -> Any:
+            assert entry == op.__name__.lstrip("_")
+            return lambda *arguments: given.extend(arguments)
+
+    launch, keywords = op.kernel_op.launch, {}
+    if not op.__name__.startswith("_"):  # the options of a public function are keywords
+        options = [name for name in inspect.signature(op).parameters if name in ("granularity", "group_size")]
+        tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
+        keywords, arguments = dict(zip(options, arguments[len(tensors) :], strict=False)), tuple(tensors)
+    monkeypatch.setattr(sys.modules[launch.__module__], "kernels", Entries())
+    launch(*arguments, **keywords)
+    for got, wanted in zip(given, expected, strict=True):
+        if isinstance(wanted, tuple):
+            assert (got.dtype, *got.shape) == wanted
+            assert got.is_contiguous()
+        else:
+            assert got is wanted or (not isinstance(wanted, torch.Tensor) and got == wanted)
 
 
 # -- results that share memory ----------------------------------------------------------------------------------------
@@ -200,3 +250,10 @@ def test_a_trained_parameter_is_packed_without_its_gradient() -> None:
     assert not packed.scales.requires_grad
     assert torch.equal(packed.dequantize(), pack_w4(weight.detach(), 4).dequantize())
     assert kestrel_quant.w4a16_linear(X, packed).shape == (2, 4)
+
+
+def test_scales_of_a_checkpoint_are_kept_without_their_gradient() -> None:
+    words, zeros = torch.zeros(16, 1, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
+    scales = torch.nn.Parameter(torch.ones(2, 8))
+    assert not kestrel_quant.w4_from_awq(words, scales, zeros).scales.requires_grad
+    assert not kestrel_quant.w4_from_gptq(words.view(2, 8), scales).scales.requires_grad

@@ -9,13 +9,22 @@ import math
 import pickle
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
-from kestrel_quant import W4Weight, pack_w4, w4_from_awq, w4_from_compressed_tensors, w4_from_gptq, w4a16_linear
+from kestrel_quant import (
+    W4Weight,
+    pack_w4,
+    w4_from_awq,
+    w4_from_compressed_tensors,
+    w4_from_gptq,
+    w4a16_linear,
+    w4a16_token,
+)
 from kestrel_quant._w4_layout import pack_codes, unpack_codes
 from kestrel_quant.w4a16 import _w4a16_linear, from_codes
 
@@ -70,13 +79,14 @@ def test_packed_codes_are_fragments_of_sixteen_rows_and_eight_columns(rows: int,
     words = pack_codes(codes)
     assert torch.equal(unpack_codes(words, rows, columns), codes.to(torch.uint8))
     unsigned = (words.long() & 0xFFFFFFFF).tolist()
-    for row in range(rows):
-        for column in range(columns):
+    padded = F.pad(codes, (0, -columns % 64, 0, -rows % 16)).tolist()  # what completes a block is 0
+    for row in range(len(padded)):
+        for column in range(len(padded[0])):
             r, g = divmod(row % 16, 8)
             j, p, q, e = (column // 16 % 4, column // 8 % 2, column // 2 % 4, column % 2)
             word = unsigned[row // 16][column // 64][4 * g + q][j]
             bit = 4 * (4 * e + 2 * p + r) + 3  # of a word that continues with itself
-            assert (word | word << 32) >> bit & 15 == codes[row, column]
+            assert (word | word << 32) >> bit & 15 == padded[row][column]
 
 
 def test_a_group_of_zeros_stays_zero() -> None:
@@ -406,11 +416,32 @@ def test_a_weight_on_two_devices_is_refused(part: str) -> None:
         w4a16_linear(torch.randn(2, 32), replace(w, **{part: value.to("meta")}))
 
 
-@pytest.mark.parametrize("group_size", [16.0, True, None, "16", -16, 2**70], ids=repr)
+@pytest.mark.parametrize("group_size", [16.0, True, None, "16", -16, 1, 2**70], ids=repr)
 def test_a_weight_with_a_wrong_group_size_is_refused(group_size: object) -> None:
     w = replace(pack_w4(torch.randn(8, 32), 16), group_size=group_size)
     with pytest.raises((TypeError, ValueError), match=r"w4a16_linear: argument 'w.group_size': expected an integer"):
         w4a16_linear(torch.randn(2, 32), w)
+
+
+@pytest.mark.parametrize("op", [w4a16_linear, w4a16_token], ids=lambda op: op.__name__)
+@pytest.mark.parametrize(
+    ("part", "change", "expected"),
+    [
+        ("codes", lambda codes: codes[:1], r"shape \(2, 2, 32, 4\)"),
+        ("codes", lambda codes: codes[:, :1], r"shape \(2, 2, 32, 4\)"),
+        ("codes", lambda codes: codes.long(), "dtype int32"),
+        ("scales", lambda scales: scales.double(), "dtype bfloat16 or float16 or float32"),
+        ("scales", lambda scales: scales[None], "a 2-D tensor"),
+        ("zeros", lambda zeros: zeros[:2], r"shape \(4, 24\)"),
+        ("zeros", lambda zeros: zeros.int(), "dtype int16"),
+        ("permutation", lambda _: torch.arange(127), r"shape \(128,\)"),
+        ("permutation", lambda _: torch.arange(128).int(), "dtype int64"),
+    ],
+)
+def test_a_weight_whose_parts_do_not_fit_is_refused(op: Any, part: str, change: Any, expected: str) -> None:
+    w = pack_w4(weight(24, 128, torch.float32), 32, symmetric=False)
+    with pytest.raises((TypeError, ValueError), match=f"{op.__name__}: argument 'w': expected {expected}, got "):
+        op(torch.ones(1, 128), replace(w, **{part: change(getattr(w, part))}))
 
 
 @pytest.mark.parametrize("device", [torch.float16, None, True], ids=repr)

@@ -36,6 +36,7 @@ class Kernels:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.options: list[tuple[int, int, int]] = []
 
     def w4_dequant(self, out: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> None:
         self.calls.append(("dequant", (out, codes, scales, zeros, group)))
@@ -59,6 +60,7 @@ class Kernels:
         if x.data_ptr() % 16 or (x.shape[0] > 1 and x.stride(0) % 8):
             raise UnsupportedError("rows of x that are not aligned to 16 bytes")
         self.calls.append(("linear", (codes, scales, zeros, group, bias, tile, partial)))
+        self.options.append((tile, splits, ctas))
         weight = reference.w4_dequant(codes, scales, zeros, group, x.dtype)
         out.copy_(F.linear(x.double(), weight.double(), None if bias is None else bias.double()))
 
@@ -202,6 +204,12 @@ def test_no_other_kernel_hides_a_plan_that_is_refused(
     with pytest.raises(UnsupportedError, match="too little"):
         launch(activations(tokens, K).as_subclass(OnGpu), packed())
     assert kernels.calls == []
+
+
+def test_the_kernel_is_given_the_options_of_its_plan(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "plan", lambda *_: Plan("stream", 4, 2, 96))
+    launch(activations(200, K).as_subclass(OnGpu), packed())
+    assert kernels.options == [(4, 2, 96)]
 
 
 def test_the_memory_for_sums_is_bounded() -> None:

@@ -84,7 +84,27 @@ def test_without_wgmma_128_rows_are_the_most_of_a_kernel(tokens: int) -> None:
 
 def test_a_small_weight_runs_no_wgmma() -> None:
     assert plan(64, 512, 512, SMS).kernel == "mma"
+    assert plan(64, 1024, 1023, SMS).kernel == "mma"
     assert plan(129, 512, 512, SMS) == Plan("vendor")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns", "tile"),
+    [
+        (17, 1024, 1024, 0),
+        (32, 8192, 16376, 0),
+        (32, 8192, 16384, 1),  # 2^27 elements
+        (33, 1024, 1024, 2),
+        (64, 8192, 16376, 2),
+        (64, 8192, 16384, 3),
+        (128, 2048, 2048, 2),  # 2^22 elements
+    ],
+)
+def test_up_to_64_tokens_and_of_small_weights_up_to_128_have_tiles_of_their_own(
+    tokens: int, rows: int, columns: int, tile: int
+) -> None:
+    chosen = plan(tokens, rows, columns, SMS)
+    assert (chosen.kernel, chosen.tile) == ("wgmma", tile)
 
 
 @pytest.mark.parametrize("sms", [0, SMS])

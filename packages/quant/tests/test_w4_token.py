@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+import math
 
 import pytest
 import torch
@@ -68,6 +69,13 @@ def test_norm_product_gate_and_residual(dtype, symmetric, activation, weight_bia
         of_product = 1.2 * a * g.abs() + b * h.abs() + 8 * 2**-24 * (h * g).abs()
     assert got.dtype == dtype
     assert bool(((got.double() - wanted).abs() <= 0.51 * eps * wanted.abs() + of_product).all())
+
+
+@pytest.mark.parametrize(("activation", "exact"), [("gelu_and_mul", -5 * 0.5 * math.erfc(5 / math.sqrt(2)))])
+def test_the_left_tail_of_a_gate_keeps_its_digits(activation, exact):
+    bias = torch.zeros(N)
+    bias[0], bias[N // 2] = -5.0, 1.0  # the product of zeros and a weight
+    assert w4a16_token(torch.zeros(K), made(), bias, activation=activation)[0].item() == pytest.approx(exact, rel=1e-5)
 
 
 def test_without_more_it_is_the_linear_layer():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -181,10 +182,23 @@ def test_the_running_mass_must_exceed_the_point(word: int, drawn: int) -> None:
     assert ids.item() == drawn
 
 
-@pytest.mark.parametrize(("min_p", "kept"), [(0.5, {0, 1, 3}), (0.51, {0, 3}), (1.0, {0, 3}), (7.0, {0, 3})])
+@pytest.mark.parametrize(
+    ("min_p", "kept"),
+    [(0.5, {0, 1, 3}), (0.51, {0, 3}), (1.0, {0, 3}), (7.0, {0, 3}), (-1.0, {0, 1, 2, 3}), (math.nan, {0, 1, 2, 3})],
+)
 def test_an_entry_that_just_reaches_min_p_stays(min_p: float, kept: set[int]) -> None:
-    probs = torch.tensor([[0.25, 0.125, 0.0625, 0.25]]).expand(300, -1)
-    assert set(min_p_sampling_from_probs(probs, min_p, seed=2, offset=torch.arange(300)).tolist()) == kept
+    probs, offsets = torch.tensor([[0.25, 0.125, 0.0625, 0.25]]).expand(300, -1), torch.arange(300)
+    for given in (torch.tensor([min_p]), *([] if math.isnan(min_p) else [min_p])):  # NaN is no number to give
+        assert set(min_p_sampling_from_probs(probs, given, seed=2, offset=offsets).tolist()) == kept
+
+
+def test_weights_of_logits_are_powers_of_an_exponent_rounded_to_float32() -> None:
+    """That moves a weight by up to 2^-20 ln 2 of it, a power of two in float32 by an ulp or two."""
+    logits = torch.linspace(-14, -8, 1000)[None]
+    logits[0, 0] = 0.0
+    exponents = (logits.double() * math.log2(math.e)).float().double()
+    weights = reference_sampling.exponentials(logits, torch.ones(1, 1)).double()
+    assert bool(((weights - torch.exp2(exponents)).abs() <= 2.0**-22 * torch.exp2(exponents)).all())
 
 
 # ---- the integer arithmetic -----------------------------------------------------------------------------------------
@@ -203,6 +217,28 @@ def test_the_mass_of_a_row_stays_below_2_to_the_60(width: int, largest: float) -
     assert valid.item()
     assert mass.unique().numel() == 1
     assert 2**39 <= int(mass[0, 0]) * width < 2**60
+
+
+@pytest.mark.parametrize(
+    ("width", "largest", "mass"),
+    [
+        (2, 1.0, 2**42),
+        (2, 0.75, 3 * 2**40),
+        (2, 2.0**-17, 2**25),  # the last one with the power 2^42
+        (2, 2.0**-18, 2**42),  # others: in [2^42, 2^43)
+        (2, 1.5, 3 * 2**41),
+        (2, 2.0, 2**42),
+        (2**17 - 1, 1.0, 2**42),
+        (2**17, 1.0, 2**41),  # a bit less for each bit of V beyond 17
+        (2**17, 2.0**-18, 2**23),
+        (2**17, 2.0**-19, 2**41),
+        (2**18, 1.0, 2**40),
+    ],
+)
+def test_the_mass_of_the_largest_entry(width: int, largest: float, mass: int) -> None:
+    row = torch.zeros(1, width)
+    row[0, 0] = largest
+    assert reference_sampling.integer_mass(row)[0][0, 0].item() == mass
 
 
 @pytest.mark.parametrize("width", [2**17 - 1, 2**17, 151_936, 2**18 - 1])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kestrel_runtime.testing import BadInput, assert_rejects, opcheck
 from kestrel_sampling import top_p_sampling_from_probs
-from kestrel_sampling._parameters import is_capturing
+from kestrel_sampling._parameters import _reserved_keys, is_capturing
 from kestrel_sampling.top_p_sampling import _top_p_sampling_from_probs
 
 VOCABULARIES = (1, 2, 111, 1024, 51200, 128256, 151936)
@@ -212,6 +212,14 @@ def test_rows_without_a_distribution_give_0_and_false() -> None:
     assert valid.tolist() == [True, False] * len(bad)
 
 
+def test_sixteen_rounds_propose_from_the_whole_row() -> None:
+    """Two entries of sixteen are kept; with these offsets no proposal of the first 15 rounds is one of them, and the
+    draw is another if one round more or less is of the whole row."""
+    row, offsets = [1 / 16] * 16, [8041, 10169, 12179, 29973, 32012, 44457]
+    got = top_p_sampling_from_probs(torch.tensor([row] * 6), 0.125, seed=0, offset=torch.tensor(offsets))
+    assert got.tolist() == [draw_by_hand(row, 0.125, 0, offset) for offset in offsets] == [1, 1, 0, 1, 0, 1]
+
+
 def test_tiny_and_huge_rows_are_distributions() -> None:
     probs = torch.tensor([[0.0, 1e-45], [3e38, 3e38], [1e-40, 3e-40], [-5.0, 1e-3]])
     ids, valid = top_p_sampling_from_probs(probs, 1.0, seed=torch.arange(4), return_valid=True)
@@ -256,6 +264,33 @@ def test_a_generator_gives_new_and_repeatable_draws_and_leaves_the_global_one_al
     assert not torch.equal(first, second)
     assert torch.equal(first, top_p_sampling_from_probs(probs, 1.0, generator=g.manual_seed(3)))
     assert len(set(first.tolist())) > 32  # rows of one call have offsets of their own
+
+
+@pytest.mark.parametrize(("rows", "reserved"), [(0, 0), (1, 4), (4, 4), (5, 8)])
+@pytest.mark.parametrize("seed", [5, 2**63 + 5])
+def test_a_generator_of_a_gpu_gives_its_seed_and_reserves_a_value_for_each_row(
+    seed: int, rows: int, reserved: int
+) -> None:
+    class Source:
+        """The part of a CUDA generator that keys come from."""
+
+        offset = 8
+
+        def get_offset(self) -> int:
+            return self.offset
+
+        def set_offset(self, offset: int) -> None:
+            self.offset = offset
+
+        def initial_seed(self) -> int:
+            return seed
+
+    source = Source()
+    no_seed, key, no_offset, offset, stride = _reserved_keys(torch.empty(rows, 3), source)
+    assert no_seed is no_offset is None
+    assert key % 2**64 == seed ^ int.from_bytes(b"kestrel", "big")
+    assert -(2**63) <= key < 2**63
+    assert (offset, stride, source.offset) == (8, 1, 8 + reserved)
 
 
 def test_without_any_key_the_default_generator_is_used() -> None:
