@@ -91,7 +91,7 @@ def test_few_tokens_stream_the_weight(tokens: int, kernel: Kernel) -> None:
     ],
 )
 def test_large_layers_take_the_largest_tile_where_waves_are_full(outputs: int, width: int, full: bool) -> None:
-    plan = _dense.choose_on_hopper(4096, outputs, width)
+    plan = _dense_plan.choose_on_hopper(4096, outputs, width)
     assert plan == (Plan(Kernel.COOPERATIVE, 256) if full else Plan(Kernel.VENDOR))
 
 
@@ -110,7 +110,7 @@ def test_large_layers_take_the_largest_tile_where_waves_are_full(outputs: int, w
     ],
 )
 def test_measured_layers_take_their_plan_within_its_range(tokens: int, outputs: int, width: int, plan: Plan) -> None:
-    assert _dense.choose_on_hopper(tokens, outputs, width) == plan
+    assert _dense_plan.choose_on_hopper(tokens, outputs, width) == plan
 
 
 def test_a_streaming_plan_leaves_the_splits_to_the_launch() -> None:

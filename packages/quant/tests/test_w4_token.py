@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 import math
+from dataclasses import replace
 
 import pytest
 import torch
