@@ -16,7 +16,8 @@ from kestrel_kernels.integrations.transformers import patch
 IDS = torch.tensor([[5, 9, 33, 2, 17, 40, 8, 1, 63, 12, 7], [3, 3, 60, 21, 4, 11, 50, 6, 30, 29, 44]])
 MASK = torch.ones_like(IDS)
 MASK[1, :4] = 0
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "phi", "phi3"]
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "ministral", "mixtral", "granite"]
+FAMILIES += ["gemma", "gemma2", "gemma3_text", "phi", "phi3"]
 LEFT = {"phi": {"2 PhiMLP (without a gate)", "7 LayerNorm (torch's own)"}}
 
 
@@ -43,6 +44,38 @@ VARIANTS = {
     "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
     "partial": ("phi3", {"hidden_size": 64, "partial_rotary_factor": 0.5}),
     "gelu": ("mistral", {"hidden_act": "gelu", "head_dim": 24}),
+    "swish": ("llama", {"hidden_act": "swish"}),
+    "gelu_new": ("gemma", {"hidden_act": "gelu_new"}),
+    "two activations": ("gemma2", {"hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh"}),
+    "llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "longrope": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 4,
+                "long_factor": [4.0] * 4,
+                "original_max_position_embeddings": 8,
+                "partial_rotary_factor": 1.0,
+            },
+            "original_max_position_embeddings": 8,
+        },
+    ),
+    "no causality": ("llama", {"is_causal": False}),
+    "encoder": ("gemma3_text", {"use_bidirectional_attention": True}),
     "one KV head": ("gemma2", {"num_key_value_heads": 1}),
     "dense layers": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
 }

@@ -57,12 +57,16 @@ def _window_and_softcap(module: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One model family of transformers. Its classes are called `prefix` + RMSNorm, MLP, Attention, ..."""
+    """One model family of transformers. Its classes are called `prefix` + RMSNorm, MLP, Attention, ...
+
+    sandwich: a layer has norms before and after attention and feed-forward. scales: it multiplies what it adds.
+    """
 
     prefix: str
     options: Callable[[Any], dict[str, Any]]
     weight_bias: float = 0.0
     sandwich: bool = False
+    scales: bool = False
 
 
 _FAMILIES = {
@@ -70,10 +74,13 @@ _FAMILIES = {
     "qwen2": Family("Qwen2", _window_of_module),
     "qwen3": Family("Qwen3", _window_of_module),
     "qwen3_moe": Family("Qwen3Moe", _window_of_module),
+    "granite": Family("Granite", _no_options, scales=True),
+    "ministral": Family("Ministral", _window_of_module),
     "mistral": Family("Mistral", _window_of_config),
     "mixtral": Family("Mixtral", _window_of_config),
     "phi": Family("Phi", _no_options),
     "phi3": Family("Phi3", _window_of_config),
+    "gemma": Family("Gemma", _no_options, 1.0),
     "gemma2": Family("Gemma2", _window_and_softcap, 1.0, sandwich=True),
     "gemma3": Family("Gemma3", _window_of_module, 1.0, sandwich=True),
 }
@@ -168,8 +175,8 @@ def apply(
 ) -> Report:
     """Run the parts of a transformers model on these kernels, through instances and public registries alone.
 
-    Knows Llama, Qwen2 and 2.5, Qwen3, Qwen3-MoE, Mistral, Mixtral, Gemma 2 and 3 (text), Phi (its attention) and Phi3.
-    Other modules stay as they are, and the report names them.
+    Knows Llama, Qwen2 and 2.5, Qwen3, Qwen3-MoE, Mistral, Ministral, Mixtral, Gemma 1 to 3 (text), Granite, Phi (its
+    attention) and Phi3. Other modules stay as they are, and the report names them.
 
     norms: RMSNorm, and its fusion with the addition before it.
     rotary: the attention modules: Q, K and V in one product, rotation in place.
@@ -300,21 +307,29 @@ def _patch_norm(applied: _Applied, module: Any, family: Family) -> None:
 
 
 def _patch_layer(applied: _Applied, module: Any, family: Family) -> None:
-    if hasattr(module, "post_attention_layernorm"):  # Phi's has one norm, for attention and feed-forward
+    # Phi's has one norm, for attention and feed-forward.
+    if hasattr(module, "post_attention_layernorm") and not family.scales:
         applied.patch(module, Layer(module, sandwich=family.sandwich))
 
 
 def _patch_mlp(applied: _Applied, module: Any, family: Family) -> None:
-    config = module.config
-    act = activation(getattr(config, "hidden_act", None) or config.hidden_activation)
     if hasattr(module, "fc1"):
         applied.leave(module, "without a gate")
-    elif act is None:
+    elif (act := _activation_of(module)) is None:
         applied.leave(module, "activation without a gated form")
     elif hasattr(module, "gate_up_proj"):
         applied.patch(module, MLP(module, None, act))
     else:
         _patch_fused(applied, module, ["gate_proj", "up_proj"], lambda gate_up: MLP(module, gate_up, act))
+
+
+def _activation_of(module: Any) -> Callable[..., Any] | None:
+    """The gated form of an MLP's own activation: configs may name two, of which the module uses one."""
+    from transformers.activations import ACT2FN
+
+    own = module.act_fn if hasattr(module, "act_fn") else module.activation_fn
+    names = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu")
+    return next((activation(name) for name in names if type(own) is type(ACT2FN[name])), None)
 
 
 def _patch_attention(applied: _Applied, module: Any, family: Family) -> None:
