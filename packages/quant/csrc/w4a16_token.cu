@@ -20,10 +20,10 @@
 namespace kestrel::quant {
 
 constexpr int kTokenThreads = 512, kTokenWarps = kTokenThreads / 32;
-constexpr int kTokenPairs = 4;      // of blocks, in flight: 128 k each
-constexpr int kTokenPacks = 4;      // of x, a thread, at a time
-constexpr int kTokenNormPacks = 2;  // of x, a thread, where it is normalised
-constexpr int kTokenSteps = 16;     // of a CTA, whose sums wait in shared memory
+constexpr int kTokenPairs = 4;      // pairs of blocks of codes in flight in a warp's registers, of 128 k each
+constexpr int kTokenPacks = 4;      // packs of x that a thread loads at a time
+constexpr int kTokenNormPacks = 2;  // packs of x and of the norm's weight that a thread holds: rows of up to 8192
+constexpr int kTokenSteps = 16;     // steps whose sums are kept in shared memory; then all results are written
 
 enum class TokenActivation { none, silu, gelu, gelu_tanh };
 
