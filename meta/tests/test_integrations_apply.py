@@ -283,6 +283,19 @@ def test_gradients_flow_through_the_models_own_modules(tiny_transformer):
     assert (found - expected).norm() < 1e-5 * expected.norm()  # attention's sums have another order
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_the_first_router_can_be_trained_alone(tiny_transformer, family):
+    model = tiny_transformer(family)
+    gate = model.model.layers[0].mlp.gate.weight
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter is gate)
+    model(IDS, labels=IDS).loss.backward()
+    expected, gate.grad = gate.grad, None
+    integration.apply(model)
+    model(IDS, labels=IDS).loss.backward()
+    assert (gate.grad - expected).norm() < 1e-4 * expected.norm()  # attention's sums have another order
+
+
 def test_hidden_states_can_be_captured(tiny_transformer):
     model = tiny_transformer("llama")
     with torch.no_grad():

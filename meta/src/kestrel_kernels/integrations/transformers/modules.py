@@ -516,7 +516,8 @@ def experts_function(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
 
     gated = activation(self.config.hidden_act) if hasattr(self.config, "hidden_act") else None
     fits = self.has_gate and self.is_concatenated and not self.is_transposed and not self.has_bias
-    if not fits or gated not in (silu_and_mul, gelu_and_mul) or _keeps_its_own(self, hidden_states):
+    keeps = _keeps_its_own(self, hidden_states) or top_k_weights.requires_grad  # where a router alone is trained
+    if not fits or gated not in (silu_and_mul, gelu_and_mul) or keeps:
         result: Tensor = batched_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return result
     return fused_experts(
