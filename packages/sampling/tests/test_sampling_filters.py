@@ -28,6 +28,7 @@ from kestrel_sampling import (
     sample_from_logits,
     sampling_from_probs,
     softmax,
+    token_logprobs,
     top_k_renorm_probs,
     top_k_sampling_from_probs,
     top_k_top_p_sampling_from_probs,
@@ -190,6 +191,15 @@ def test_an_entry_that_just_reaches_min_p_stays(min_p: float, kept: set[int]) ->
     probs, offsets = torch.tensor([[0.25, 0.125, 0.0625, 0.25]]).expand(300, -1), torch.arange(300)
     for given in (torch.tensor([min_p]), *([] if math.isnan(min_p) else [min_p])):  # NaN is no number to give
         assert set(min_p_sampling_from_probs(probs, given, seed=2, offset=offsets).tolist()) == kept
+
+
+@pytest.mark.parametrize(("options", "kept"), [({"top_k": 1}, {1}), ({"top_k": 2}, {1, 2}), ({"top_p": 0.25}, {1})])
+def test_logits_whose_weights_are_equal_are_ordered_by_themselves(options: dict[str, Any], kept: set[int]) -> None:
+    logits, offsets = torch.tensor([[1.0, 3.0, 2.0, 0.0]]).expand(60, -1), torch.arange(60)
+    assert set(sample_from_logits(logits, 1e9, **options, seed=3, offset=offsets).tolist()) == kept  # weights of 1
+    logprobs = token_logprobs(logits[:1], torch.tensor([1]), 4, 1e9, **options)
+    finite = logprobs.top_logprobs[0].isfinite()
+    assert set(logprobs.top_ids[0][finite].tolist()) == kept
 
 
 def test_weights_of_logits_are_powers_of_an_exponent_rounded_to_float32() -> None:
