@@ -251,6 +251,12 @@ def test_the_mass_of_the_largest_entry(width: int, largest: float, mass: int) ->
     assert reference_sampling.integer_mass(row)[0][0, 0].item() == mass
 
 
+def test_masses_are_rounded_half_to_even_and_negative_ones_are_0() -> None:
+    small = torch.tensor([0.5, 0.75, 1.5, 1.75, 2.5, -3.0]) * 2.0**-42
+    mass, _ = reference_sampling.integer_mass(torch.cat([torch.ones(1), small])[None])
+    assert mass.tolist() == [[2**42, 0, 1, 2, 2, 2, 0]]
+
+
 @pytest.mark.parametrize("width", [2**17 - 1, 2**17, 151_936, 2**18 - 1])
 def test_a_flat_row_has_the_power_of_two_that_every_distribution_has(width: int) -> None:
     flat, _ = reference_sampling.integer_mass(torch.full((1, width), 1 / width))
