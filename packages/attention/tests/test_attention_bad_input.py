@@ -108,6 +108,13 @@ def decode_cases(batch: int, queries: int, kv_heads: int, size: int, page: int) 
     caches = {"k_cache": cache, "v_cache": cache.clone()}
     good = {"q": q, **caches, "cache_seqlens": int32(batch), "block_table": int32(batch, 2)}
     fp8 = {"k_cache": codes, "v_cache": codes.clone()}
+    slots = cache.shape[:3]
+    int8 = {
+        "k_cache": cache.char(),
+        "v_cache": cache.char(),
+        "k_scale": torch.ones(slots),
+        "v_scale": torch.ones(slots),
+    }
     bad = cases_of(good)
     strided = torch.zeros(batch, queries, heads, 2 * size)[..., ::2]
     return [
@@ -156,6 +163,10 @@ def decode_cases(batch: int, queries: int, kv_heads: int, size: int, page: int) 
         bad("a bf16 scale", "k_scale", torch.ones(1).bfloat16(), TypeError, "bfloat16", **fp8),
         bad("too many scales", "k_scale", torch.ones(kv_heads + 2), fragment=f"({kv_heads + 2},)", **fp8),
         bad("one scale for all heads", "k_scale", torch.ones(1).expand(kv_heads), fragment="stride 0", **fp8),
+        bad("scales of no head", "v_scale", torch.ones(0), fragment="(0,)", **fp8),
+        bad("every other INT8 scale", "k_scale", torch.ones(*slots, 2)[..., 0], fragment="stride 2", **int8),
+        bad("INT8 scales of other blocks", "v_scale", torch.ones(4, *slots[1:]), fragment="(4, ", **int8),
+        bad("no INT8 scale", "v_scale", None, TypeError, "a tensor", **int8),
         bad("a scale elsewhere", "v_scale", torch.ones(1, device="meta"), fragment="meta", **fp8),
         bad("k alone", "v", None, TypeError, "together", k=new),
         bad("v alone", "k", None, TypeError, "together", v=new),
@@ -169,7 +180,34 @@ def decode_cases(batch: int, queries: int, kv_heads: int, size: int, page: int) 
         bad("negative splits", "num_splits", -2, fragment=">= -1"),
         bad("splits beyond 64 bits", "num_splits", 2**63, fragment="64 bits"),
         bad("splits as a float", "num_splits", 1.0, TypeError, "float"),
+        *([] if size % 2 else int4_cases(bad, batch, kv_heads, size)),
         *score_cases(bad, batch, q),
+    ]
+
+
+def int4_cases(bad: Callable[..., BadInput], batch: int, kv_heads: int, size: int) -> list[BadInput]:
+    channels, tokens = torch.zeros(4, kv_heads, size).half(), torch.zeros(4, 64, kv_heads).half()
+    codes, tail = torch.zeros(4, 64, kv_heads, size // 2, dtype=torch.uint8), torch.zeros(3, 64, kv_heads, size)
+    given = {"k_cache": codes, "v_cache": codes.clone(), "k_scale": channels, "k_zero": channels, "v_scale": tokens}
+    given |= {"v_zero": tokens, "k_tail": tail, "seq_ids": int32(batch)}
+    wide = torch.zeros(3, 64, kv_heads, 2 * size)
+
+    def case(what: str, name: str, value: object, error: Any = ValueError, fragment: str = "") -> BadInput:
+        return bad(what, name, value, error, fragment, **{key: x for key, x in given.items() if key != name})
+
+    return [
+        case("every other INT4 scale", "k_scale", torch.cat([channels, channels], 2)[..., ::2], fragment="stride 2"),
+        case("every other INT4 zero", "v_zero", torch.zeros(4, 64, 2 * kv_heads).half()[..., ::2], fragment="stride 2")
+        if kv_heads > 1
+        else case("an INT4 zero of rank 2", "v_zero", tokens[0], fragment="2-D"),
+        case("float32 zeros", "k_zero", channels.float(), TypeError, "float32"),
+        case("zeros of other blocks", "v_zero", tokens[1:], fragment="(3, "),
+        case("a strided tail", "k_tail", wide[..., ::2], fragment="stride 2"),
+        case("a tail of shorter pages", "k_tail", tail[:, :32], fragment="(3, 32, "),
+        case("a bf16 tail", "k_tail", tail.bfloat16(), TypeError, "bfloat16"),
+        case("int64 seq_ids", "seq_ids", int32(batch).long(), TypeError, "int64"),
+        case("too many seq_ids", "seq_ids", int32(batch + 1), fragment=f"({batch + 1},)"),
+        case("no zeros", "k_zero", None, TypeError, "a tensor"),
     ]
 
 
@@ -195,6 +233,10 @@ def dense_cases(batch: int, queries: int, kv_heads: int, size: int, keys: int) -
             v=k.new_zeros(batch + 1, *k.shape[1:]),
         ),
         bad("a strided v", "v", torch.zeros(*k.shape[:3], 2 * size)[..., ::2], fragment="stride 2"),
+        bad("a strided k", "k", torch.zeros(*k.shape[:3], 2 * size)[..., ::2], fragment="stride 2"),
+        bad("a scale of q for other heads", "q_scale", torch.ones(2 * kv_heads + 1), q=q.to(codes.dtype), **fp8),
+        *[bad("a scale for each KV head", "q_scale", torch.ones(kv_heads), q=q.to(codes.dtype), **fp8)]
+        * (kv_heads > 1),
         bad("heads that do not group", "q", q[:, :, 1:], fragment=f"{kv_heads} KV heads"),
         bad("no KV heads", "q", q, fragment="0 KV heads", k=k[:, :, :0], v=k[:, :, :0]),
         bad("k elsewhere", "k", k.to("meta"), fragment="meta"),

@@ -97,6 +97,7 @@ FORMS = [
     ("more heads", {"q": torch.zeros(2, 1, 8, 64).bfloat16()}),
     ("another page size", {"k_cache": SMALL_PAGES[0], "v_cache": SMALL_PAGES[1]}),
     ("a wider table", {"block_table": torch.zeros(2, 300, dtype=torch.int32)}),
+    ("fewer columns of a table", {"block_table": torch.zeros(2, 3, dtype=torch.int32)[:, :2]}),
     ("no window", {"window_left": -1}),
     ("not causal", {"causal": False}),
     ("a soft cap", {"softcap": 2.0}),
@@ -158,6 +159,8 @@ def test_strides_that_are_refused_are_refused_after_a_usual_call_too(change, err
 def test_rows_of_a_stride_that_is_no_multiple_of_16_bytes_are_copied(name, extra, copied, recorder):
     given = {"q": torch.randn(2, 1, 4, 64).bfloat16(), "k": NEW + 1, "v": NEW + 2}
     wide = torch.zeros(*given[name].shape[:-1], 64 + extra).bfloat16()[..., :64].copy_(given[name])
+    launch_of(**given)  # a usual call, whose plan does not fit
+    recorder.calls.clear()
     launch_of(**(given | {name: wide}))
     (_, append), (_, attend) = recorder.calls[:2]
     used = {"q": attend[0], "k": append[0], "v": append[1]}
@@ -329,6 +332,8 @@ def test_a_form_tells_tensors_apart_by_what_checks_read():
     others = (x.transpose(0, 1), x[:1], x.half(), x[..., ::2], torch.zeros(2, 4, 3).transpose(1, 2))
     assert len({form(x), *map(form, others), form(None), form(x, None)}) == 8
     assert form(x, None) == form(torch.ones(2, 3, 4), None)
+    on_gpus = [SimpleNamespace(shape=x.shape, stride=x.stride, dtype=x.dtype, get_device=lambda n=n: n) for n in (0, 1)]
+    assert form(on_gpus[0]) != form(on_gpus[1])
 
 
 def test_the_oldest_plan_is_dropped_and_the_others_stay(monkeypatch):
@@ -337,6 +342,8 @@ def test_the_oldest_plan_is_dropped_and_the_others_stay(monkeypatch):
     for i in range(5):
         assert kept.keep(i, 10 * i) == 10 * i
     assert list(kept.items()) == [(2, 20), (3, 30), (4, 40)]
+    assert kept.keep(3, 31) == 31
+    assert list(kept.items()) == [(2, 20), (3, 31), (4, 40)]
 
 
 @pytest.mark.parametrize("bad", [{"num_heads": 2.0}, {"head_size": 8.0}, {"num_heads": True, "head_size": 16}], ids=str)

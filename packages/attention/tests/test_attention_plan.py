@@ -40,6 +40,23 @@ def test_one_sequence_has_up_to_128_thread_blocks(cache, thread_blocks, max_spli
     assert split_rule(0, 128, cache, thread_blocks, wide=True).max_splits == 2 * max_splits
 
 
+@pytest.mark.parametrize(
+    ("head_dims", "caches", "rule"),
+    [
+        ((8, 64), ("same", "e4m3", "e5m2", "int8"), (512, 192, 768, 256)),
+        ((8, 64), ("int4",), (1024, 1024, 0, 1024)),
+        ((72, 128), ("same",), (1024, 1024, 8192, 512)),
+        ((72, 128), ("e4m3", "e5m2", "int8", "int4"), (1024, 1024, 0, 1024)),
+        ((136, 256), ("same",), (272, 272, 2176, 1024)),
+        ((136, 256), ("e4m3", "e5m2", "int8", "int4"), (272, 272, 2176, 272)),
+        ((264, 512), KINDS, (512, 512, 8192, 256)),
+    ],
+)
+def test_how_many_keys_a_split_has(head_dims, caches, rule):
+    for head_dim, cache in itertools.product(head_dims, caches):
+        assert split_rule(0, head_dim, cache, 1)[:4] == rule, (head_dim, cache)
+
+
 @pytest.mark.parametrize("cache", KINDS)
 @pytest.mark.parametrize(("num_splits", "max_splits"), [(1, 1), (7, 7), (2**25, 2**25), (2**40, 2**25)])
 def test_a_caller_chooses_the_number_of_splits(cache, num_splits, max_splits):
@@ -268,6 +285,7 @@ def test_scalars_say_what_the_call_has():
 
 # -- limits -----------------------------------------------------------------------------------------------------------
 
+MANY_SPLITS = {"heads": 64, "kv_heads": 64, "pages": 64, "num_splits": 256}  # 2^14 * 64 * 256 blocks of 8 rows
 LIMITS = [
     ("16 queries", {"queries": 16}, {"queries": 17}),
     ("2^29 keys", {"pages": 2**23}, {"pages": 2**23 + 1}),
@@ -293,6 +311,7 @@ LIMITS = [
     ("heads of 512", {"head_dim": 512}, {"head_dim": 520}),
     ("rows of 16 bytes", {"head_dim": 72}, {"head_dim": 68}),
     ("rows of 16 codes", {"head_dim": 80, "cache": "e4m3"}, {"head_dim": 72, "cache": "e4m3"}),
+    ("exactly 2^31 of them", {"batch": 2**14 - 1, **MANY_SPLITS}, {"batch": 2**14, **MANY_SPLITS}),
     ("INT4 heads of 64 and 128", {"head_dim": 128, "cache": "int4"}, {"head_dim": 96, "cache": "int4"}),
 ]
 
@@ -305,6 +324,13 @@ def test_what_kernels_do_not_cover_is_refused(inside, outside):
 
 
 # -- variants ---------------------------------------------------------------------------------------------------------
+
+
+def test_more_warps_are_for_kernels_of_8_rows():
+    wide = problem(queries=4, heads=4, head_dim=128)
+    assert plan_decode(replace(wide, num_splits=-1)).variant == plan_decode(replace(wide, num_splits=1)).variant
+    narrow = problem(head_dim=128)
+    assert plan_decode(replace(narrow, num_splits=-1)).variant != plan_decode(replace(narrow, num_splits=1)).variant
 
 
 @pytest.mark.parametrize(("batch", "joins"), [(1, False), (66, False), (67, True), (132, True), (133, False)])

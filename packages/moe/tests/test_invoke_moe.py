@@ -215,12 +215,14 @@ def test_positions_past_the_length_and_experts_past_the_end_are_skipped() -> Non
     sorted_ids, experts, length = (t.clone() for t in c.aligned)
     length -= 16  # the last block is now past the length
     lost = [i for i in sorted_ids[length.item() : length.item() + 16].tolist() if i < 8]
-    sorted_ids[3] = -5
+    sorted_ids[20:28] = -torch.arange(1, 9)  # in a block that stays, where its own pairs end
     experts[0] = 8
     lost += [i for i in c.aligned[0][:16].tolist() if i < 8]
     kept = [i for i in range(8) if i not in lost]
     got = invoke_cute_moe_up(c.hidden, c.w1, None, None, c.ids, sorted_ids, experts, length, block_size=16)
     assert kept
+    assert length.item() >= 32
+    assert c.aligned[0][20:28].eq(8).all()
     assert not got[lost].any()
     assert torch.equal(got[kept], full[kept])
 

@@ -98,6 +98,9 @@ def test_an_expert_map_drops_and_renames() -> None:
     expert_map = [-1, 3, -1, 0, 2, -1, -1, 1]
     assert_aligned(random_ids(40, 3, 8), 8, 16, expert_map)
     assert_aligned(random_ids(40, 3, 8), 8, 16, [-1] * 8)
+    ids = random_ids(40, 3, 8)
+    ids[::3, 1], ids[1::4, 0], ids[5] = -1, 8, torch.tensor([-(2**31), 2**31 - 1, 2])  # none of them is in the map
+    assert_aligned(ids, 8, 16, expert_map)
 
 
 def test_a_view_of_the_ids_counts_its_own_pairs() -> None:

@@ -59,6 +59,7 @@ def test_an_asymmetric_group_spans_its_values_and_zero(columns: int, group: int,
     original[1], original[2] = original[1].abs(), -original[2].abs()  # groups on one side of zero
     packed = pack_w4(original, group, symmetric=False)
     assert packed.zeros is not None
+    assert all(part.is_contiguous() for part in (packed.codes, packed.scales, packed.zeros))  # as kernels read them
     back = packed.dequantize()
     for row in range(5):
         for at, start in enumerate(range(0, columns, group)):
@@ -92,8 +93,14 @@ def test_packed_codes_are_fragments_of_sixteen_rows_and_eight_columns(rows: int,
 def test_a_group_of_zeros_stays_zero() -> None:
     original = weight(2, 8, torch.float32)
     original[0, 4:] = 0
-    assert pack_w4(original, 4).dequantize()[0, 4:].tolist() == [0.0] * 4
-    assert pack_w4(original, 4, symmetric=False).dequantize()[0, 4:].tolist() == [0.0] * 4
+    for packed in (pack_w4(original, 4), pack_w4(original, 4, symmetric=False)):
+        assert packed.dequantize()[0, 4:].tolist() == [0.0] * 4
+        assert packed.scales[1, 0] == 1
+
+
+def test_codes_are_rounded_half_to_even() -> None:
+    original = torch.tensor([[14.0, 1.0, 3.0, -1.0, -3.0, 5.0]])  # in steps of 2: 7, and five ties
+    assert pack_w4(original, 6).dequantize().tolist() == [[14.0, 0.0, 4.0, 0.0, -4.0, 4.0]]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -21,6 +21,7 @@ SHAPES = [
     (14336, 4096),
     (8192, 28672),
     (1000, 2048),
+    (8192, 128),
     (1 << 20, 8),
 ]
 
@@ -71,6 +72,7 @@ def test_slices_have_k_and_memory_of_their_own(rows: int, columns: int, sms: int
             continue
         assert chosen.ctas == 0
         assert 1 <= chosen.splits <= min(8, -(-columns // 128))
+        assert chosen.splits > 2 or chosen.scratch == 0  # two CTAs are a cluster
         assert chosen.scratch in (0, chosen.splits * row_tiles * token_tiles * tile.tokens * tile.rows)
         if chosen.scratch == 0 and chosen.splits > 2:  # in shared memory: sums, and what a CTA of a cluster receives
             received = (chosen.splits - 1) * -(-tile.tokens // chosen.splits)
@@ -80,6 +82,12 @@ def test_slices_have_k_and_memory_of_their_own(rows: int, columns: int, sms: int
 @pytest.mark.parametrize("tokens", [1, 64, 128, 129, 5000])
 def test_without_wgmma_128_rows_are_the_most_of_a_kernel(tokens: int) -> None:
     assert plan(tokens, 8192, 8192, 0).kernel == ("mma" if tokens <= 128 else "vendor")
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("sms", [8, 132])
+def test_up_to_128_tokens_are_never_the_vendor_s(rows: int, columns: int, sms: int) -> None:
+    assert "vendor" not in {plan(tokens, rows, columns, sms).kernel for tokens in range(1, 129)}
 
 
 def test_a_small_weight_runs_no_wgmma() -> None:

@@ -257,6 +257,19 @@ def test_a_row_depends_on_its_own_key_only_and_runs_repeat() -> None:
         assert torch.equal(got, want[7:8])
 
 
+def test_a_negative_draft_probability_counts_as_0() -> None:
+    """Then a token without a target probability is not accepted, and takes nothing from what is drawn."""
+    draft, target = (
+        torch.tensor([[[-0.5, -4.0]]]).expand(40, -1, -1),
+        torch.tensor([[[0.0, 1.0]] * 2]).expand(40, -1, -1),
+    )
+    tokens = torch.zeros(40, 1, dtype=torch.int64)
+    ids, accepted, emitted = chain_speculative_sampling(draft, tokens, target, seed=torch.arange(40))
+    assert ids.tolist() == [[1, -1]] * 40
+    assert not accepted.any()
+    assert not emitted.any()
+
+
 def test_a_generator_gives_each_row_an_offset_and_moves_on() -> None:
     draft, ids, target = (x[:1].expand(64, -1, -1) if x.ndim == 3 else x[:1].expand(64, -1) for x in chains(1, 2, 500))
     g = torch.Generator().manual_seed(3)

@@ -166,6 +166,7 @@ BAD_INPUTS = [
         if "sampl" in op
     ),
     ("top_k_sampling_from_probs", BadInput("fractional k", "top_k", call(PROBS, 1.5), TypeError, "integer")),
+    ("top_k_sampling_from_probs", BadInput("k of 64 bits", "top_k", call(PROBS, 2**63), ValueError, f"<= {2**63 - 1}")),
     ("top_k_sampling_from_probs", BadInput("k in float", "top_k", call(PROBS, torch.ones(3)), TypeError, "int32")),
     ("top_k_sampling_from_probs", BadInput("k for others", "top_k", call(PROBS, ONES[:2]), ValueError, "(3,)")),
     ("top_k_top_p_sampling_from_probs", BadInput("no k", "top_k", call(PROBS, None, 0.9), TypeError, "integer")),

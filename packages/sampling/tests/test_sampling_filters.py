@@ -28,6 +28,7 @@ from kestrel_sampling import (
     sample_from_logits,
     sampling_from_probs,
     softmax,
+    token_logprobs,
     top_k_renorm_probs,
     top_k_sampling_from_probs,
     top_k_top_p_sampling_from_probs,
@@ -192,6 +193,15 @@ def test_an_entry_that_just_reaches_min_p_stays(min_p: float, kept: set[int]) ->
         assert set(min_p_sampling_from_probs(probs, given, seed=2, offset=offsets).tolist()) == kept
 
 
+@pytest.mark.parametrize(("options", "kept"), [({"top_k": 1}, {1}), ({"top_k": 2}, {1, 2}), ({"top_p": 0.25}, {1})])
+def test_logits_whose_weights_are_equal_are_ordered_by_themselves(options: dict[str, Any], kept: set[int]) -> None:
+    logits, offsets = torch.tensor([[1.0, 3.0, 2.0, 0.0]]).expand(60, -1), torch.arange(60)
+    assert set(sample_from_logits(logits, 1e9, **options, seed=3, offset=offsets).tolist()) == kept  # weights of 1
+    logprobs = token_logprobs(logits[:1], torch.tensor([1]), 4, 1e9, **options)
+    finite = logprobs.top_logprobs[0].isfinite()
+    assert set(logprobs.top_ids[0][finite].tolist()) == kept
+
+
 def test_weights_of_logits_are_powers_of_an_exponent_rounded_to_float32() -> None:
     """That moves a weight by up to 2^-20 ln 2 of it, a power of two in float32 by an ulp or two."""
     logits = torch.linspace(-14, -8, 1000)[None]
@@ -239,6 +249,12 @@ def test_the_mass_of_the_largest_entry(width: int, largest: float, mass: int) ->
     row = torch.zeros(1, width)
     row[0, 0] = largest
     assert reference_sampling.integer_mass(row)[0][0, 0].item() == mass
+
+
+def test_masses_are_rounded_half_to_even_and_negative_ones_are_0() -> None:
+    small = torch.tensor([0.5, 0.75, 1.5, 1.75, 2.5, -3.0]) * 2.0**-42
+    mass, _ = reference_sampling.integer_mass(torch.cat([torch.ones(1), small])[None])
+    assert mass.tolist() == [[2**42, 0, 1, 2, 2, 2, 0]]
 
 
 @pytest.mark.parametrize("width", [2**17 - 1, 2**17, 151_936, 2**18 - 1])
