@@ -10,7 +10,6 @@ from kestrel_runtime import kernel_op
 
 from . import _launch, reference_sampling
 from ._parameters import (
-    Keys,
     check_keys,
     check_parameter,
     check_probs,
@@ -122,7 +121,7 @@ def _top_k_sampling_from_probs(
     offset_stride: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
-    keyed = Keys(seed, seed_value, offset, offset_value, offset_stride)
+    keyed = (seed, seed_value, offset, offset_value, offset_stride)
     return _launch.draw("top_k_sampling_from_probs", probs, keyed, top_k=(top_k, top_k_value))
 
 
@@ -169,7 +168,7 @@ def _top_k_top_p_sampling_from_probs(
     return _launch.draw(
         "top_k_top_p_sampling_from_probs",
         probs,
-        Keys(seed, seed_value, offset, offset_value, offset_stride),
+        (seed, seed_value, offset, offset_value, offset_stride),
         top_k=(top_k, top_k_value),
         top_p=(top_p, top_p_value),
         joint=joint,

@@ -7,7 +7,7 @@ import torch
 from kestrel_runtime import kernel_op
 
 from . import _launch, reference_sampling
-from ._parameters import Keys, check_keys, check_parameter, check_probs, keys, number_or_tensor, shape_of_draw
+from ._parameters import check_keys, check_parameter, check_probs, keys, number_or_tensor, shape_of_draw
 
 
 def top_p_sampling_from_probs(
@@ -85,5 +85,5 @@ def _top_p_sampling_from_probs(
     offset_stride: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
-    keyed = Keys(seed, seed_value, offset, offset_value, offset_stride)
+    keyed = (seed, seed_value, offset, offset_value, offset_stride)
     return _launch.draw("top_p_sampling_from_probs", probs, keyed, top_p=(top_p, top_p_value))
