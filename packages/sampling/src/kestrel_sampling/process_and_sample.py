@@ -69,7 +69,7 @@ def process_and_sample(
         check.number(_OP, "top_n", top_n, integer=True, minimum=0)
     if type(processed) is not bool:
         check.flag(_OP, "processed", processed)
-    keyed = keys(_OP, logits, generator, seed, offset, True, name="logits")
+    key = keys(_OP, logits, generator, seed, offset, True, name="logits")
     return SampledLogprobs(
         *_process_and_sample(
             logits,
@@ -81,7 +81,7 @@ def process_and_sample(
             *filters_of(_OP, temperature, top_k, top_p, min_p, filter_apply_order),
             top_n,
             processed,
-            *keyed,
+            *key,
         )
     )
 

@@ -55,7 +55,7 @@ def sample_from_logits(
     [1, 2]
     """
     op = "sample_from_logits"
-    keyed = None
+    key = None
     if (  # the common case takes no further checks in Python
         type(temperature) is float
         and temperature >= 0.0
@@ -69,17 +69,17 @@ def sample_from_logits(
         and filter_apply_order == "top_k_first"
     ):
         try:
-            keyed = keys_of_an_eager_call(logits, generator, seed, offset)
-            if keyed is not None:
-                return _launch.draw_by_numbers(op, logits, keyed, temperature, top_k, top_p, min_p, return_valid)
+            key = keys_of_an_eager_call(logits, generator, seed, offset)
+            if key is not None:
+                return _launch.draw_by_numbers(op, logits, key, temperature, top_k, top_p, min_p, return_valid)
         except Exception:  # of any kind, as in kernel_op: arguments are not checked yet. A failed launch fails again
             pass
-    if keyed is None:
-        keyed = keys(op, logits, generator, seed, offset, return_valid, name="logits")
+    if key is None:
+        key = keys(op, logits, generator, seed, offset, return_valid, name="logits")
     ids, valid = _sample_from_logits(
         logits,
         *filters_of(op, temperature, top_k, top_p, min_p, filter_apply_order),
-        *keyed,
+        *key,
     )
     return (ids, valid) if return_valid else ids
 

@@ -47,8 +47,8 @@ def top_k_sampling_from_probs(
     [1]
     """
     op = "top_k_sampling_from_probs"
-    keyed = keys(op, probs, generator, seed, offset, return_valid)
-    ids, valid = _top_k_sampling_from_probs(probs, *count_or_tensor(op, "top_k", top_k), *keyed)
+    key = keys(op, probs, generator, seed, offset, return_valid)
+    ids, valid = _top_k_sampling_from_probs(probs, *count_or_tensor(op, "top_k", top_k), *key)
     return (ids, valid) if return_valid else ids
 
 
@@ -82,9 +82,9 @@ def top_k_top_p_sampling_from_probs(
     [1]
     """
     op = "top_k_top_p_sampling_from_probs"
-    keyed = keys(op, probs, generator, seed, offset, return_valid)
+    key = keys(op, probs, generator, seed, offset, return_valid)
     k, p = count_or_tensor(op, "top_k", top_k), number_or_tensor(op, "top_p", top_p)
-    ids, valid = _top_k_top_p_sampling_from_probs(probs, *k, *p, is_joint(op, filter_apply_order), *keyed)
+    ids, valid = _top_k_top_p_sampling_from_probs(probs, *k, *p, is_joint(op, filter_apply_order), *key)
     return (ids, valid) if return_valid else ids
 
 
@@ -121,8 +121,8 @@ def _top_k_sampling_from_probs(
     offset_stride: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
-    keyed = (seed, seed_value, offset, offset_value, offset_stride)
-    return _launch.draw("top_k_sampling_from_probs", probs, keyed, top_k=(top_k, top_k_value))
+    key = (seed, seed_value, offset, offset_value, offset_stride)
+    return _launch.draw("top_k_sampling_from_probs", probs, key, top_k=(top_k, top_k_value))
 
 
 def _check_top_k_top_p_sampling_from_probs(
