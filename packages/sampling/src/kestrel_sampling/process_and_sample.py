@@ -10,10 +10,16 @@ import torch
 from kestrel_runtime import check, kernel_op
 
 from . import _launch, reference_logits
-from ._parameters import Filters, filters_of, keys, shape_of_draw
+from ._parameters import Filters, filters_of, keys
 from .process_logits import check_processing, penalties
-from .sample_with_logprobs import SampledLogprobs, check_draw, draw_then_logprobs, sampled_tensors
-from .token_logprobs import shape_of_logprobs
+from .sample_with_logprobs import (
+    Sampled,
+    SampledLogprobs,
+    check_draw,
+    draw_then_logprobs,
+    sampled_tensors,
+    shape_of_sampled,
+)
 
 _OP = "process_and_sample"
 
@@ -94,15 +100,11 @@ def _check_process_and_sample(*given: Any, **named: Any) -> None:
     arguments = dict(zip(_NAMES, given, strict=False)) | named
     processing = {name: arguments[name] for name in _NAMES[:_NUM_PROCESSING]}
     check_processing(_OP, **processing, bias_ids=None, bias_values=None)
-    check_draw(_OP, arguments["logits"], **{name: arguments[name] for name in _NAMES[_NUM_PROCESSING:]})
+    check_draw(_OP, arguments)
 
 
-def _shape_of_step(
-    *given: Any, **named: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    arguments = dict(zip(_NAMES, given, strict=False)) | named
-    ids, valid = shape_of_draw(arguments["logits"])
-    return ids, valid, *shape_of_logprobs(arguments["logits"], ids, arguments["top_n"])
+def _shape_of_step(*given: Any, **named: Any) -> Sampled:
+    return shape_of_sampled(dict(zip(_NAMES, given, strict=False)) | named)
 
 
 @kernel_op(
@@ -140,7 +142,7 @@ def _process_and_sample(
     offset: torch.Tensor | None,
     offset_value: int,
     offset_stride: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Sampled:
     """Each parameter as a tensor, or None and a number."""
     filters = (temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value, joint)
     key = (seed, seed_value, offset, offset_value, offset_stride)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -39,6 +41,10 @@ class SampledLogprobs(NamedTuple):
     """int32 [B, n]: the tokens with the largest logits."""
     top_logprobs: torch.Tensor
     """float32 [B, n]: of those."""
+
+
+Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""The fields of :class:`SampledLogprobs`."""
 
 
 def sample_with_logprobs(
@@ -89,53 +95,30 @@ def sample_with_logprobs(
     )
 
 
-def check_draw(
-    op: str,
-    logits: torch.Tensor,
-    temperature: torch.Tensor | None,
-    temperature_value: float,
-    top_k: torch.Tensor | None,
-    top_k_value: int,
-    top_p: torch.Tensor | None,
-    top_p_value: float,
-    min_p: torch.Tensor | None,
-    min_p_value: float,
-    joint: bool,
-    top_n: int,
-    processed: bool,
-    seed: torch.Tensor | None,
-    seed_value: int,
-    offset: torch.Tensor | None,
-    offset_value: int,
-    offset_stride: int,
-) -> None:
-    """Raise for arguments of :func:`_sample_with_logprobs` that are wrong, as arguments of ``op``."""
+_NAMES = tuple(inspect.signature(reference_logits.sample_with_logprobs).parameters)
+
+
+def check_draw(op: str, given: Mapping[str, Any]) -> None:
+    """Raise for arguments of :func:`_sample_with_logprobs`, by name, that are wrong as arguments of ``op``."""
+    logits = given["logits"]
     check_probs(op, logits, "logits")
-    check_filters(op, logits, temperature, top_k, top_p, min_p)
-    check.number(op, "top_n", top_n, integer=True, minimum=0, maximum=logits.shape[1])
-    check_keys(op, logits, seed, offset, offset_stride, "logits")
+    check_filters(op, logits, given["temperature"], given["top_k"], given["top_p"], given["min_p"])
+    check.number(op, "top_n", given["top_n"], integer=True, minimum=0, maximum=logits.shape[1])
+    check_keys(op, logits, given["seed"], given["offset"], given["offset_stride"], "logits")
+
+
+def shape_of_sampled(given: Mapping[str, Any]) -> Sampled:
+    """The results of a draw with log-probabilities, of its arguments by name."""
+    ids, valid = shape_of_draw(given["logits"])
+    return ids, valid, *shape_of_logprobs(given["logits"], ids, given["top_n"])
 
 
 def _check_sample_with_logprobs(*given: Any, **named: Any) -> None:
-    check_draw(_OP, *given, **named)
+    check_draw(_OP, dict(zip(_NAMES, given, strict=False)) | named)
 
 
-def _shape_of_sampled_logprobs(
-    logits: torch.Tensor,
-    temperature: torch.Tensor | None,
-    temperature_value: float,
-    top_k: torch.Tensor | None,
-    top_k_value: int,
-    top_p: torch.Tensor | None,
-    top_p_value: float,
-    min_p: torch.Tensor | None,
-    min_p_value: float,
-    joint: bool,
-    top_n: int,
-    *_parameters: object,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    ids, valid = shape_of_draw(logits)
-    return ids, valid, *shape_of_logprobs(logits, ids, top_n)
+def _shape_of_sampled_logprobs(*given: Any, **named: Any) -> Sampled:
+    return shape_of_sampled(dict(zip(_NAMES, given, strict=False)) | named)
 
 
 @kernel_op(
@@ -162,7 +145,7 @@ def _sample_with_logprobs(
     offset: torch.Tensor | None,
     offset_value: int,
     offset_stride: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Sampled:
     """Each parameter as a tensor, or None and a number."""
     filters = (temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value, joint)
     key = (seed, seed_value, offset, offset_value, offset_stride)
@@ -170,10 +153,6 @@ def _sample_with_logprobs(
     if not _launch.binary.sample_with_logprobs(*results, logits, *filters, not processed, *key):
         draw_then_logprobs(_OP, results, logits, Filters(*filters), key, processed)
     return results
-
-
-Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""The fields of :class:`SampledLogprobs`."""
 
 
 def sampled_tensors(logits: torch.Tensor, top_n: int) -> Sampled:
