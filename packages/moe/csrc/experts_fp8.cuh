@@ -41,7 +41,8 @@ struct Fp8Tile {
 // What the roles of a CTA share.
 template <typename Tile>
 struct Fp8Shared {
-  TmaSlot<Tile::tokens, Tile::rows> slots[Tile::slots];
+  using Slot = TileSlot<TileTokens<Tile::tokens>, Tile::rows>;
+  Slot slots[Tile::slots];
   TmaBarriers<Tile> barriers;
   alignas(16) float stage_scales[Tile::stages][Tile::tokens];     // of x, with p.x_blocks
   alignas(16) float block_scales[Tile::stages][Tile::rows / 16];  // of 16 weight rows each, with p.scale_rank 3
@@ -56,7 +57,7 @@ struct Fp8Roles {
   static constexpr int S = Tile::stages, C = Tile::cluster, U = Tile::my_tokens, B = Tile::blocks;
   static constexpr int channels = up ? Tile::half_rows : Tile::rows;  // of the result, for a tile
   using Shared = Fp8Shared<Tile>;
-  using Slot = TmaSlot<Tile::tokens, Tile::rows>;
+  using Slot = typename Shared::Slot;
 
   const TmaParams& params;
   const ExpertsParams& p;
@@ -76,9 +77,7 @@ struct Fp8Roles {
     auto& stage_scales = shared_memory.stage_scales;
     const int &stage = at_ring.stage, &phase = at_ring.phase, &slot = at_ring.slot, &slot_phase = at_ring.slot_phase;
     const int steps = params.steps;
-    const uint64_t policy = p.evict_first ? ptx::l2_policy(/*evict_first=*/true) : 0;
-    ptx::prefetch_tensor_map(params.low);
-    ptx::prefetch_tensor_map(params.high);
+    const uint64_t policy = prepare_loads(params);
     const auto load = [&](int to_stage, int step, int expert, int slice, bool shared) {
       const uint32_t to = ring + to_stage * Tile::stage_bytes;
       ptx::mbarrier_expect_tx(barriers.full + to_stage, Tile::weight_bytes);
@@ -155,15 +154,6 @@ struct Fp8Roles {
       }
       at_ring.next_slot();
     }
-  }
-
-  // Where the down projection runs in the same launch: signals the tile whose results this thread has copied, once
-  // they are in memory.
-  __device__ __forceinline__ void signal(int& unsignalled) const {
-    if (!up || unsignalled < 0) return;
-    ptx::bulk_wait<0>();
-    ptx::add_release(p.ready + unsignalled, 1);
-    unsignalled = -1;
   }
 
   // The consumer warpgroups: 64 tokens each, the rows of their products, and all weight rows.
@@ -319,7 +309,7 @@ struct Fp8Roles {
             largest[r] = fmaxf(largest[r], __shfl_xor_sync(0xffffffffu, largest[r], 2));
           }
           if (own == 0) {  // the codes before
-            signal(unsignalled);
+            signal_tile(p, unsignalled);
             ptx::bulk_wait_read<0>();
           }
           __syncwarp();
@@ -431,7 +421,7 @@ struct Fp8Roles {
       if (up && p.ready) {
         __syncwarp();
         if (lane == 0) {
-          signal(unsignalled);
+          signal_tile(p, unsignalled);
           unsignalled = at.tile;
         }
       }
@@ -439,7 +429,7 @@ struct Fp8Roles {
       if (lane == 0) ptx::mbarrier_arrive(barriers.slot_empty + slot);
       at_ring.next_slot();
     }
-    if (lane == 0) signal(unsignalled);
+    if (up && lane == 0) signal_tile(p, unsignalled);
   }
 };
 

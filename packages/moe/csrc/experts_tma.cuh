@@ -65,9 +65,7 @@ struct TmaRoles {
     auto& stage_scales = shared_memory.stage_scales;
     const int &stage = at_ring.stage, &phase = at_ring.phase, &slot = at_ring.slot, &slot_phase = at_ring.slot_phase;
     const int steps = params.steps;
-    const uint64_t policy = p.evict_first ? ptx::l2_policy(/*evict_first=*/true) : 0;
-    ptx::prefetch_tensor_map(params.low);
-    ptx::prefetch_tensor_map(params.high);
+    const uint64_t policy = prepare_loads(params);
     const auto load = [&](int to_stage, int step, int expert, int slice, bool shared) {
       const uint32_t to = ring + to_stage * Tile::stage_bytes;
       if (p.tiled_x) {
@@ -195,15 +193,6 @@ struct TmaRoles {
     }
     ptx::cp_async_wait<0>();
     for (; behind > 0; --behind) signal();
-  }
-
-  // Where the down projection runs in the same launch: signals the tile whose results this thread has copied, once
-  // they are in memory.
-  __device__ __forceinline__ void signal(int& unsignalled) const {
-    if (unsignalled < 0) return;
-    ptx::bulk_wait<0>();
-    ptx::add_release(p.ready + unsignalled, 1);
-    unsignalled = -1;
   }
 
   // The consumer warpgroups: 128 weight rows each, in two blocks of 64 (up: one of each half of w1). buffer: of the
@@ -422,7 +411,7 @@ struct TmaRoles {
           }
           ptx::fence_proxy_async();
           if (copies) {
-            signal(unsignalled);
+            signal_tile(p, unsignalled);
             ptx::bulk_wait_read<0>();  // of the other buffer
           }
           ptx::named_barrier(kBarrierOfWarpgroup + warpgroup, 128);
@@ -482,7 +471,7 @@ struct TmaRoles {
           atomicMax(&mine.largest[scale_position(of / 2 * 8 + 2 * quad + of % 2)], __float_as_uint(largest[i]));
         }
         if (copies && warpgroup == 0) {
-          signal(unsignalled);
+          signal_tile(p, unsignalled);
           ptx::bulk_wait_read<0>();
         }
         ptx::named_barrier(kBarrierOfLargest, Tile::consumers);
@@ -570,14 +559,14 @@ struct TmaRoles {
         store_rows(scaled);
       }
       if (up && p.ready && copies && (!fp8 || warpgroup == 0)) {
-        signal(unsignalled);
+        signal_tile(p, unsignalled);
         unsignalled = at.tile;
       }
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(barriers.slot_empty + slot);
       at_ring.next_slot();
     }
-    signal(unsignalled);
+    signal_tile(p, unsignalled);
   }
 };
 

@@ -107,35 +107,27 @@ struct TmaBarriers {
   }
 };
 
-// A tile as its CTA sees it, written by the scheduling warp.
-template <int TOKENS, int SCALES>
-struct alignas(16) TmaSlot {
+// What a slot has of the tokens of a tile; the second one where rows of x are gathered.
+template <int TOKENS>
+struct TileTokens {
   int pair[TOKENS];      // of each token; -1: none
   float factor[TOKENS];  // of its results
-  float scale[SCALES];   // of the rows of the weights
-  int expert;            // -1: the end
+};
+template <int TOKENS>
+struct GatheredTokens : TileTokens<TOKENS> {
+  uint32_t row[TOKENS];      // of x, in packs of 16 bytes; kNoRow: none
+  unsigned largest[TOKENS];  // magnitude of the results, as bits, in the order of scale_position()
+};
+
+// A tile as its CTA sees it, written by the scheduling warp.
+template <typename Tokens, int SCALES>
+struct alignas(16) TileSlot : Tokens {
+  float scale[SCALES];  // of the rows of the weights
+  int expert;           // -1: the end
   int tile;
   int slice, used;  // `used` tokens at most have a pair
   Projection projection;
   bool shared;  // by the cluster: each CTA loads half of the weights
-
-  // Whether it is a tile of this projection, and neither the end nor the first tile of the other one.
-  __device__ __forceinline__ bool belongs_to(Projection of) const { return expert >= 0 && projection == of; }
-};
-
-// The same with rows that are gathered.
-template <int TOKENS, int SCALES>
-struct alignas(16) GatherSlot {
-  int pair[TOKENS];
-  float factor[TOKENS];
-  uint32_t row[TOKENS];      // of x, in packs of 16 bytes; kNoRow: none
-  unsigned largest[TOKENS];  // magnitude of the results, as bits, in the order of scale_position()
-  float scale[SCALES];
-  int expert;
-  int tile;
-  int slice, used;
-  Projection projection;
-  bool shared;
 
   // Whether it is a tile of this projection, and neither the end nor the first tile of the other one.
   __device__ __forceinline__ bool belongs_to(Projection of) const { return expert >= 0 && projection == of; }
@@ -167,7 +159,7 @@ struct TmaTile {
 template <typename W, typename Tile>
 struct TmaShared {
   static constexpr bool fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
-  using Slot = GatherSlot<Tile::tokens, fp8 ? Tile::rows : 1>;
+  using Slot = TileSlot<GatheredTokens<Tile::tokens>, fp8 ? Tile::rows : 1>;
   Slot slots[Tile::slots];
   TmaBarriers<Tile> barriers;
   alignas(16) float stage_scales[fp8 ? Tile::stages : 1][Tile::tokens];  // of x, with p.x_blocks
@@ -364,6 +356,23 @@ __device__ __forceinline__ void load_weights(const TmaParams& params, uint32_t t
     ptx::tma_load_grouped(to + Tile::half_rows * kLineBytes, params.high, k, group + (UP ? 0 : Tile::half_groups),
                           expert * params.high_step, barrier, policy);
   }
+}
+
+// By the TMA thread, before its first tile. Returns the L2 policy of the weights.
+__device__ __forceinline__ uint64_t prepare_loads(const TmaParams& params) {
+  const uint64_t policy = params.p.evict_first ? ptx::l2_policy(/*evict_first=*/true) : 0;
+  ptx::prefetch_tensor_map(params.low);
+  ptx::prefetch_tensor_map(params.high);
+  return policy;
+}
+
+// Where the down projection runs in the same launch: signals the tile whose results this thread has copied, once they
+// are in memory.
+__device__ __forceinline__ void signal_tile(const ExpertsParams& p, int& unsignalled) {
+  if (unsignalled < 0) return;
+  ptx::bulk_wait<0>();
+  ptx::add_release(p.ready + unsignalled, 1);
+  unsignalled = -1;
 }
 
 }  // namespace kestrel::moe
