@@ -101,8 +101,9 @@ def rebuild(session: nox.Session, tools: Environment, wheels: Sequence[Wheel], e
     """Wheels with a binary come out byte-identical from their sdists alone, built in another folder.
 
     By default those that the matrix names: one of each kind of build (CUDA C++, CuTe, both), of the CuTe kernels a few
-    of each class. A test checks that the families of a kind declare the same build, and no library may hold the name
-    of a temporary file. Some are built in isolation, as pip does it (with nothing but what their pyproject requires).
+    of each class, of the family with both one CUDA source. A test checks that the families of a kind declare the same
+    build, and no library may hold the name of a temporary file. Some are built in isolation, as pip does it (with
+    nothing but what their pyproject requires).
     All are built for one architecture, which compiles fastest: what could differ is in names, paths and times.
     """
     chosen = [each for each in wheels if has_binary(each.path) and (every or each.package.name in MATRIX["rebuilt"])]
@@ -111,6 +112,7 @@ def rebuild(session: nox.Session, tools: Environment, wheels: Sequence[Wheel], e
     variables: dict[str, str | None] = {
         **BUILD_ENVIRONMENT,
         "KESTREL_ARCHS": ";".join(archs),
+        "KESTREL_SOURCES": "" if every else MATRIX["rebuilt_sources"],
         "KESTREL_VARIANTS": "" if every else MATRIX["rebuilt_variants"],
     }
     (again := Path(session.create_tmp()) / "again").mkdir(exist_ok=True)

@@ -288,7 +288,8 @@ def _build_wheel(environment: Environment, package: Package, archs: Sequence[str
     variables: dict[str, str | None] = {
         **BUILD_ENVIRONMENT,
         "KESTREL_ARCHS": ";".join(archs) or "none",
-        "KESTREL_VARIANTS": None,  # which leaves kernels out
+        "KESTREL_SOURCES": None,  # which leave kernels out
+        "KESTREL_VARIANTS": None,
         "CMAKE_BUILD_PARALLEL_LEVEL": str(CORES),
     }
     command = ["python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(fresh), package.folder]

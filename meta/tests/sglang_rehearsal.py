@@ -102,6 +102,33 @@ def attention(device: str, dtype, page: int, **of_layer) -> list[float]:
     return errors
 
 
+REFUSED = {
+    "keys of an encoder": {"is_cross_attention": True},
+    "irope": {"use_irope": True},
+    "temperature by position": {"xai_temperature_len": 64},
+    "another cap": {"logit_cap": 30.0, "logit_capping_method": "sigmoid"},
+}
+"""Settings of a layer that the backend has no kernel for, by name."""
+
+
+def refusals() -> dict[str, str]:
+    """What the backend says to each."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from kestrel_kernels.integrations.sglang.attention import KestrelAttention
+
+    said = {}
+    for name, settings in REFUSED.items():
+        layer = RadixAttention(4, 16, 0.3, 2, layer_id=0)
+        for attribute, value in settings.items():
+            setattr(layer, attribute, value)
+        try:
+            object.__new__(KestrelAttention)._begin(layer, {})
+        except NotImplementedError as error:
+            said[name] = str(error)
+    return said
+
+
 def replayed(work):
     """The result of a CUDA graph of this work; it stores the same keys again."""
     import torch
@@ -183,7 +210,7 @@ def main(device: str = "cpu") -> dict:
         errors[f"{name}, page {page}"] = attention(device, dtype, page, **of_layer)
     errors["fp8, page 16"] = attention(device, torch.float8_e4m3fn, 16)
     chosen = ["kestrel" in ATTENTION_BACKEND_CHOICES, "kestrel" in SAMPLING_BACKEND_CHOICES]
-    return {"errors": errors, "chosen": chosen, "sampler": sampler(device)}
+    return {"errors": errors, "chosen": chosen, "refused": refusals(), "sampler": sampler(device)}
 
 
 if __name__ == "__main__":

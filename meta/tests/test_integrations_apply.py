@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from logit_bounds import ROUNDING
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
 
 from kestrel_kernels.integrations import transformers as integration
 from kestrel_kernels.integrations.transformers import patch
@@ -15,7 +16,8 @@ from kestrel_kernels.integrations.transformers import patch
 IDS = torch.tensor([[5, 9, 33, 2, 17, 40, 8, 1, 63, 12, 7], [3, 3, 60, 21, 4, 11, 50, 6, 30, 29, 44]])
 MASK = torch.ones_like(IDS)
 MASK[1, :4] = 0
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "phi", "phi3"]
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "ministral", "mixtral", "granite"]
+FAMILIES += ["gemma", "gemma2", "gemma3_text", "phi", "phi3"]
 LEFT = {"phi": {"2 PhiMLP (without a gate)", "7 LayerNorm (torch's own)"}}
 
 
@@ -42,6 +44,38 @@ VARIANTS = {
     "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
     "partial": ("phi3", {"hidden_size": 64, "partial_rotary_factor": 0.5}),
     "gelu": ("mistral", {"hidden_act": "gelu", "head_dim": 24}),
+    "swish": ("llama", {"hidden_act": "swish"}),
+    "gelu_new": ("gemma", {"hidden_act": "gelu_new"}),
+    "two activations": ("gemma2", {"hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh"}),
+    "llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "longrope": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 4,
+                "long_factor": [4.0] * 4,
+                "original_max_position_embeddings": 8,
+                "partial_rotary_factor": 1.0,
+            },
+            "original_max_position_embeddings": 8,
+        },
+    ),
+    "no causality": ("llama", {"is_causal": False}),
+    "encoder": ("gemma3_text", {"use_bidirectional_attention": True}),
     "one KV head": ("gemma2", {"num_key_value_heads": 1}),
     "dense layers": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
 }
@@ -169,6 +203,42 @@ def test_wrapped_modules_are_left_and_named(tiny_transformer):
     torch.testing.assert_close(logits(model), before, **ROUNDING)
 
 
+def test_modules_of_other_packages_are_left_and_named(tiny_transformer):
+    class OwnAttention(LlamaAttention):
+        def forward(self, *args, **options):
+            out, weights = super().forward(*args, **options)
+            return 2 * out, weights
+
+    model = tiny_transformer("llama")
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = OwnAttention
+    before = logits(model)
+    assert integration.apply(model).left == ["2 OwnAttention (unknown)"]
+    torch.testing.assert_close(logits(model), before, **ROUNDING)
+
+
+def test_a_class_whose_forward_was_replaced_keeps_it(tiny_transformer, monkeypatch):
+    own = LlamaRMSNorm.forward
+    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: 2 * own(self, x))
+    model = tiny_transformer("llama")
+    before = logits(model)
+    assert integration.apply(model).left == ["5 LlamaRMSNorm (its class has another forward)"]
+    torch.testing.assert_close(logits(model), before, **ROUNDING)
+
+
+def test_arguments_that_no_tested_version_has_are_not_ignored(tiny_transformer, monkeypatch):
+    """transformers 5.24 renamed past_key_values: a forward that ignored the new name would leave out the cache."""
+    own = LlamaAttention.forward
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, kv_store=None, **kwargs):
+        return own(self, hidden_states, position_embeddings, attention_mask, kv_store, **kwargs)
+
+    forward.__module__ = LlamaAttention.__module__
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
+    report = integration.apply(tiny_transformer("llama"))
+    assert report.left == ["2 LlamaAttention (its forward takes kv_store)"]
+
+
 def test_layers_that_are_wrapped_or_watched_later_are_heeded(tiny_transformer):
     model = tiny_transformer("llama")
     integration.apply(model)
@@ -211,6 +281,19 @@ def test_gradients_flow_through_the_models_own_modules(tiny_transformer):
     model(IDS, labels=IDS).loss.backward()
     found = model.model.layers[0].mlp.gate_proj.weight.grad
     assert (found - expected).norm() < 1e-5 * expected.norm()  # attention's sums have another order
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_the_first_router_can_be_trained_alone(tiny_transformer, family):
+    model = tiny_transformer(family)
+    gate = model.model.layers[0].mlp.gate.weight
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter is gate)
+    model(IDS, labels=IDS).loss.backward()
+    expected, gate.grad = gate.grad, None
+    integration.apply(model)
+    model(IDS, labels=IDS).loss.backward()
+    assert (gate.grad - expected).norm() < 1e-4 * expected.norm()  # attention's sums have another order
 
 
 def test_hidden_states_can_be_captured(tiny_transformer):
@@ -256,19 +339,19 @@ def test_only_a_model_of_transformers_is_taken():
         integration.apply(torch.nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("version", ["5.16.2", "5.24.0", "6.0.0.dev0"])
+@pytest.mark.parametrize("version", ["5.16.2", "5.25.0", "6.0.0.dev0"])
 def test_a_version_outside_the_tested_range_warns_once(monkeypatch, tiny_transformer, version):
     monkeypatch.setattr("transformers.__version__", version)
     monkeypatch.setattr(patch, "_warned", False)
     model = tiny_transformer("llama")
-    with pytest.warns(integration.VersionWarning, match=f"5.17 to 5.23, found {version}"):
+    with pytest.warns(integration.VersionWarning, match=f"5.17 to 5.24, found {version}"):
         integration.apply(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error", integration.VersionWarning)
         integration.apply(model)
 
 
-@pytest.mark.parametrize("version", ["5.17.0", "5.23.1"])
+@pytest.mark.parametrize("version", ["5.17.0", "5.24.1"])
 def test_a_tested_version_is_silent(monkeypatch, tiny_transformer, version):
     monkeypatch.setattr("transformers.__version__", version)
     monkeypatch.setattr(patch, "_warned", False)

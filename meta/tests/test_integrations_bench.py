@@ -148,6 +148,9 @@ def test_a_named_configuration_is_one_that_every_way_takes(name):
         (("--batch", 4, 0), "--batch: expected at least 1, got 0"),
         (("--layers", -1), "--layers: expected at least 1, got -1"),
         (("--out", __file__), "--out: expected a JSON file of this command or a new one, got .*test_integrations"),
+        (("--config", __file__), "It looks like the config file at .* is not a valid JSON file"),
+        (("--out", "/dev/null/x.json"), "--out: expected a file that can be written, got /dev/null/x.json"),
+        (("--plot", "speed.png"), "--plot: expected an SVG file, got speed.png"),
         (("--kv-cache", "int2"), "invalid choice"),
     ],
 )
@@ -155,6 +158,26 @@ def test_bad_options_are_named(arguments, message, capfd):
     done = run(*arguments)
     assert done.exit_code == 2
     assert re.search(message, done.stderr + capfd.readouterr().err)
+
+
+def test_an_interrupted_run_writes_what_it_measured(tiny, tmp_path, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    own = LlamaForCausalLM.generate
+
+    def interrupted(model, ids, **options):
+        if len(ids) == 2:
+            raise KeyboardInterrupt
+        return own(model, ids, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", interrupted)
+    out = tmp_path / "figures.json"
+    ways = ("--ways", "dynamic", "kestrel", "--batch", 1, 2)
+    done = run("--config", tiny, *ways, "--prompt", 3, "--new-tokens", 10, "--layers", 1, "--once", "--out", out)
+    assert done.exit_code == 130
+    assert done.stderr.splitlines()[-1] == "interrupted: the rows measured until then are written"
+    [found] = json.loads(out.read_text()).values()
+    assert [(row["way"], row["batch"]) for row in found["rows"]] == [("dynamic", 1)]
 
 
 def test_a_run_on_the_cpu_says_so_before_it_builds_the_model(monkeypatch):

@@ -14,7 +14,8 @@ from transformers import DynamicCache, LlamaConfig
 from kestrel_kernels.integrations import transformers as integration
 from kestrel_kernels.integrations.transformers import KestrelCache, masks
 
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "phi", "phi3"]
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "ministral", "mixtral", "granite"]
+FAMILIES += ["gemma", "gemma2", "gemma3_text", "phi", "phi3"]
 KINDS = {"auto": 1e-5, "fp8": 0.1, "int8": 0.02, "int4": 0.4}
 """The formats, with the relative error of logits that they may bring to a random model."""
 GREEDY = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": 0}

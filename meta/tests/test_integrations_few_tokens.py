@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from logit_bounds import ROUNDING
 
 from kestrel_kernels.integrations import transformers as integration
 from kestrel_kernels.integrations.transformers import KestrelCache, few_tokens, generate, modules
+from kestrel_quant import w4a16_token_covers
 from kestrel_runtime import trace
 
 PROMPT = [5, 9, 33, 2, 17, 40, 8]
@@ -26,14 +28,24 @@ SEVEN = ATTENTION | {
 SIX = ATTENTION | {"kestrel_quant.w4a16_token": 4}
 
 
-def as_on_a_gpu(x):
-    return x.shape[1] == 1
+def as_in_16_bits(monkeypatch):
+    """Weights of 4 bits take the kernels that they take with activations of 16 bits."""
+
+    def covers(w, **options):
+        return w4a16_token_covers(replace(w, scales=w.scales.bfloat16()), **options)
+
+    monkeypatch.setattr(few_tokens, "w4a16_token_covers", covers)
+
+
+def as_on_a_gpu(monkeypatch):
+    """Steps take the path that they take on a GPU in 16 bits."""
+    as_in_16_bits(monkeypatch)
+    monkeypatch.setattr(few_tokens, "serves", lambda x: x.shape[1] == 1)
 
 
 @pytest.fixture
 def on_the_cpu(monkeypatch):
-    """Steps take the path that they take on a GPU."""
-    monkeypatch.setattr(few_tokens, "serves", as_on_a_gpu)
+    as_on_a_gpu(monkeypatch)
 
 
 def prompts(batch):
@@ -62,7 +74,7 @@ def step_logits(model, batch, kv_cache="auto"):
 def test_logits_stay(tiny_transformer, family, w4, batch, monkeypatch):
     model = made(tiny_transformer, family, w4=w4)
     expected = step_logits(model, batch)
-    monkeypatch.setattr(few_tokens, "serves", as_on_a_gpu)
+    as_on_a_gpu(monkeypatch)
     found = step_logits(model, batch)
     torch.testing.assert_close(found, expected, **ROUNDING)
     assert torch.equal(found[:batch], expected[:batch])  # the prompt
@@ -75,7 +87,7 @@ def test_logits_stay(tiny_transformer, family, w4, batch, monkeypatch):
 def test_biases_activations_and_copies(tiny_transformer, changes, w4, batch, monkeypatch):
     model = made(tiny_transformer, "llama", w4=w4, **changes)
     expected = step_logits(model, batch)
-    monkeypatch.setattr(few_tokens, "serves", as_on_a_gpu)
+    as_on_a_gpu(monkeypatch)
     torch.testing.assert_close(step_logits(model, batch), expected, **ROUNDING)
     torch.testing.assert_close(step_logits(copy.deepcopy(model), batch), expected, **ROUNDING)
 
@@ -119,6 +131,7 @@ def test_the_head_of_one_token_is_a_kernel_of_few_tokens(tiny_transformer, w4, m
     x = torch.randn(5, 1, 128, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model.lm_head(x)
+        as_in_16_bits(monkeypatch)
         monkeypatch.setattr(modules, "is_one_row", lambda x: x.numel() == x.shape[-1])
         with trace() as counts:
             found = torch.cat([model.lm_head(each[None]) for each in x])
@@ -199,5 +212,5 @@ def test_layers_with_hooks_or_wrappers_take_the_other_path(tiny_transformer, spo
 def test_caches_that_do_not_rotate_take_the_other_path(tiny_transformer, kv_cache, w4, batch, monkeypatch):
     model = made(tiny_transformer, "llama", w4=w4, head_dim=64)
     expected = step_logits(model, batch, kv_cache)
-    monkeypatch.setattr(few_tokens, "serves", as_on_a_gpu)
+    as_on_a_gpu(monkeypatch)
     assert torch.equal(step_logits(model, batch, kv_cache), expected)

@@ -11,7 +11,8 @@ from transformers import DynamicCache
 from kestrel_kernels.integrations import transformers as integration
 from kestrel_kernels.integrations.transformers import KestrelCache, generate, generation, modules
 
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3_text", "phi", "phi3"]
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "ministral", "mixtral", "granite"]
+FAMILIES += ["gemma", "gemma2", "gemma3_text", "phi", "phi3"]
 IDS = torch.tensor([[5, 9, 33, 2, 17, 40, 8], [3, 3, 60, 21, 4, 11, 50], [1, 2, 3, 4, 5, 6, 7]])
 MASK = torch.ones_like(IDS)
 MASK[1, :4], MASK[2, :6] = 0, 0

@@ -34,6 +34,11 @@ def test_attention_is_that_of_torch_native(found, case):
     assert max(errors) < 1e-5
 
 
+@pytest.mark.parametrize("case", ["keys of an encoder", "irope", "temperature by position", "another cap"])
+def test_a_layer_that_no_kernel_computes_is_refused(found, case):
+    assert found["refused"][case].startswith("kestrel attention: ")
+
+
 def test_both_backends_can_be_chosen(found):
     assert found["chosen"] == [True, True]
     assert found["sampler"]["registered"]

@@ -280,6 +280,29 @@ def test_views_of_a_cache_are_kept_until_another_cache_or_other_scales_come():
 
 
 @needs_vllm
+@pytest.mark.parametrize(("hidden", "inner", "is_ours"), [(64, 48, True), (40, 48, False), (64, 24, False)])
+def test_experts_of_sizes_that_no_kernel_takes_stay_vllm_s(hidden, inner, is_ours, monkeypatch):
+    from types import SimpleNamespace
+
+    from kestrel_kernels.integrations.vllm import layers
+
+    loaded = []
+    monkeypatch.setattr(layers.UnquantizedFusedMoEMethod, "process_weights_after_loading", lambda *_: loaded.append(1))
+    method = object.__new__(layers.KestrelFusedMoEMethod)
+    torch.nn.Module.__init__(method)
+    method.moe = SimpleNamespace(
+        activation=layers.MoEActivation.SILU,
+        has_bias=False,
+        is_lora_enabled=False,
+        moe_parallel_config=SimpleNamespace(use_all2all_kernels=False),
+    )
+    weights = {"w13_weight": torch.empty(2, 2 * inner, hidden), "w2_weight": torch.empty(2, hidden, inner)}
+    method.process_weights_after_loading(SimpleNamespace(apply_router_weight_on_input=False, **weights))
+    assert method.is_ours is is_ours
+    assert loaded == [1]
+
+
+@needs_vllm
 def test_int8_pages_in_pieces_are_refused():
     from vllm.v1.kv_cache_layout import KVCacheLayout
 

@@ -39,6 +39,17 @@ def test_a_page_has_at_most_150_lines_beside_what_tools_write(path):
     assert len(GENERATED.sub("", path.read_text(encoding="utf-8")).splitlines()) <= 150
 
 
+RESULTS = [*ROOT.glob("packages/*/results/*.json"), *ROOT.glob("meta/results/**/*.json")]
+# The others are reports of the benchmarks (h200.json) and of models, from which tools make tables and plots.
+RECORDS = [path for path in sorted(RESULTS) if "_" in path.stem and not path.with_suffix(".svg").exists()]
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: f"{path.relative_to(ROOT).parts[-3]}-{path.stem}")
+def test_a_record_of_an_experiment_is_cited_in_its_package(path):
+    package = next(parent.parent for parent in path.parents if parent.name == "results")
+    assert any(path.name in page.read_text(encoding="utf-8") for page in package.glob("*.md"))
+
+
 def run(code: str) -> dict[str, Any]:
     names: dict[str, Any] = {}
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import struct
 import sys
 import zipfile
@@ -218,6 +219,14 @@ def test_families_of_cuda_kernels_declare_the_same_build():
     assert len(declared) == 6
     for name, build in declared.items():
         assert build == declared["rope"], name
+
+
+def test_of_each_rebuilt_family_a_source_is_compiled():
+    matrix = json.loads((TOOLS.parent / "ci" / "matrix.json").read_text())
+    lists = [TOOLS.parent / matrix["packages"][name] / "CMakeLists.txt" for name in matrix["rebuilt"]]
+    for path in filter(Path.is_file, lists):
+        sources = re.findall(r"csrc/\w+\.cu\b", path.read_text())
+        assert any(re.search(matrix["rebuilt_sources"], source) for source in sources), path
 
 
 # -- wheels -----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -157,7 +158,32 @@ def test_the_same_rows_draw_the_same_bytes(results, package, tmp_path):
     for name in ("one", "other"):
         results.draw(report.rows, tmp_path / f"{name}.svg")
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "other.svg").read_bytes()
-    assert "<text" in (tmp_path / "one.svg").read_text()
+
+
+def test_a_plot_holds_a_bar_for_each_figure_that_was_measured(results, package, tmp_path):
+    """Of the two rows of ours and the one of torch that did not fail; one row of ours has a fraction of the limit."""
+    pytest.importorskip("matplotlib")
+    [(_, report)] = results.reports(package)
+    results.draw(report.rows, tmp_path / "plot.svg")
+    picture = ElementTree.parse(tmp_path / "plot.svg").getroot()
+    texts = {text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"rms_norm", "1x2048", "16x4096", "kestrel", "torch", "target"} <= texts
+    bars = {}
+    for path in picture.iter("{http://www.w3.org/2000/svg}path"):
+        clipped, style = "clip-path" in path.attrib, path.get("style", "")
+        for candidate in ("kestrel", "torch"):
+            if clipped and f"fill: {results.COLOURS[candidate].lower()}" in style:
+                bars[candidate] = bars.get(candidate, 0) + path.get("d").count("M")
+    assert bars == {"kestrel": 2 + 1, "torch": 1}
+
+
+def test_what_a_reader_sees_of_a_plot_is_not_shortened(results):
+    """Lengths are rounded, numbers in text are not; a group of several elements stays."""
+    bar = '<path d="M 1.2345 2\nL 3 -0.0004\nz\n" style="fill: none"/>'
+    text = '<text x="7.0001">0.12345</text>'
+    picture = f'<g id="figure_1">\n  <g id="bar">\n   {bar}\n  </g>\n  <g id="label">\n   {text}\n  </g>\n</g>\n'
+    compact = '<path d="M 1.23 2 L 3 -0 z" style="fill: none"/>\n<text x="7">0.12345</text>'
+    assert results._compact(picture) == f'<g id="figure_1">\n{compact}\n</g>\n'
 
 
 def test_rows_of_a_run_elsewhere_are_taken_with_the_revision_they_lack(results, package, tmp_path):

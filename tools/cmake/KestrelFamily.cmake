@@ -15,7 +15,8 @@
 #
 # nvcc comes from PyPI (cuda-toolkit in build-system.requires), never from the system. The environment variable
 # KESTREL_ARCHS, a list such as "90a" or "80;90a", narrows the architectures. With KESTREL_ARCHS=none the override in
-# pyproject.toml builds a wheel without kernels, and CMake does not run.
+# pyproject.toml builds a wheel without kernels, and CMake does not run. CI rebuilds parts of families: KESTREL_SOURCES, a
+# regular expression, leaves other sources out, and KESTREL_VARIANTS other CuTe kernels.
 #
 # Wheels must be byte-identical on rebuild, so nothing may bake in a path, a process id or a time:
 # - __FILE__ in headers expands to the path of the checkout or of pip's temporary environment: every root is mapped to ".";
@@ -152,6 +153,9 @@ endmacro()
 macro(kestrel_family family)
   cmake_parse_arguments(_KESTREL "CUTE" "" "SOURCES;FUNCTIONS;DISTINCT_86;DISTINCT_89" ${ARGN})
   set(_KESTREL_ARCHS "")
+  if(NOT "$ENV{KESTREL_SOURCES}" STREQUAL "")
+    list(FILTER _KESTREL_SOURCES INCLUDE REGEX "$ENV{KESTREL_SOURCES}")
+  endif()
   if(_KESTREL_SOURCES)
     find_package(Python COMPONENTS Interpreter REQUIRED)
     _kestrel_archs(_KESTREL_ARCHS)

@@ -55,7 +55,8 @@ def score_cases(bad: Callable[..., BadInput], batch: int, q: torch.Tensor) -> li
         bad("a scale as text", "softmax_scale", "1", TypeError, "str"),
         bad("a scale that is no number", "softmax_scale", float("nan"), fragment="nan"),
         bad("an infinite scale", "softmax_scale", float("-inf"), fragment="finite number"),
-        bad("a scale past float32", "softmax_scale", 3.5e38, fragment="finite number"),
+        bad("a scale past float32", "softmax_scale", 1e39, fragment="finite number"),
+        bad("a scale past 2^126", "softmax_scale", -(2.0**126) * 1.01, fragment="<= 8.5070592e+37"),
         bad("causal as text", "causal", "no", TypeError, "True or False"),
         bad("causal as a number", "causal", 1, TypeError, "int"),
         bad("no causal", "causal", None, TypeError, "NoneType"),
@@ -477,6 +478,7 @@ def test_the_family_is_registered_and_documented():
 # -- nothing is written before a refusal ------------------------------------------------------------------------------
 
 REFUSED = {
+    "a scale": {"softmax_scale": 2.0**127},
     "out requires grad": {"out": torch.zeros(2, 1, 4, 64).requires_grad_()},
     "out of another shape": {"out": torch.zeros(2, 1, 4, 32)},
     "splits": {"num_splits": -2},

@@ -63,16 +63,30 @@ def test_a_prefix_for_each_sequence():
     check(made("same", 8, 2, 64, 8, queries=4), causal=True, window_size=(2, 0), prefix_len=prefix)
 
 
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("queries", [1, 3, 8])
 @pytest.mark.parametrize(("k_heads", "v_heads"), [(1, 1), (2, 2), (1, 2)])
-def test_fp8_scales(k_heads, v_heads):
+def test_fp8_scales(k_heads, v_heads, queries, size, kind):
+    """Three queries of four heads, and eight, have thread blocks of several row blocks over e4m3."""
     k_scale, v_scale = (torch.rand(heads, device="cuda") + 0.5 for heads in (k_heads, v_heads))
-    check(made("e4m3", 8, 2, 128, 16), k_scale=k_scale, v_scale=v_scale)
+    check(made(kind, 8, 2, size, 16, queries=queries), causal=True, k_scale=k_scale, v_scale=v_scale)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 64, 2**40])
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_number_of_splits(splits, kind):
     check(made(kind, 8, 2, 64, 16, (0, 1, 54, 300, -1, 5000, 17)), num_splits=splits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [64, 128, 256, 512])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("splits", [0, 64])
+def test_lengths_at_the_boundaries_of_splits(splits, queries, size, kind):
+    """Of plan.split_rule, and of its numbers of splits. Most of 64 splits of the shorter sequences have no key."""
+    lengths = (16, 64, 65, 192, 193, 272, 273, 512, 513, 768, 769, 1024, 1025, 2176, 2177)
+    check(made(kind, 8, 2, size, 16, lengths, queries), causal=True, num_splits=splits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -135,17 +149,24 @@ def test_a_sequence_does_not_depend_on_the_width_of_its_table(heads, kv_heads, s
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("rise", [7, 9])
+@pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize(
-    ("dtype", "kind", "step"),
-    [(torch.bfloat16, "same", 64), (torch.float16, "same", 64), (torch.bfloat16, "e4m3", 128)],
+    ("dtype", "kind", "size", "step"),
+    [
+        (torch.bfloat16, "same", 64, 64),
+        (torch.float16, "same", 64, 64),
+        (torch.bfloat16, "e4m3", 64, 128),
+        (torch.bfloat16, "same", 128, 64),
+        (torch.bfloat16, "e4m3", 128, 128),
+    ],
 )
-def test_scores_that_rise_along_the_sequence(dtype, kind, step, rise, masked):
+def test_scores_that_rise_along_the_sequence(dtype, kind, size, step, queries, rise, masked):
     """By less and by more per step than the weights may grow before the sums are rescaled.
 
     masked: the first steps of all warps but one see no key.
     """
-    call = made(kind, 8, 2, 64, 16, (6 * step, 3 * step), dtype=dtype)
-    call.q[..., :32] = 0.25  # a score is about the mean of so many dims
+    call = made(kind, 8, 2, size, 16, (6 * step, 3 * step), queries, dtype)
+    call.q[..., :32] = size**0.5 / 32  # a score is about the mean of so many dims
     call.q[..., 32:] /= 64
     cache = call.caches["k_cache"]
     for b in range(len(call.lengths)):

@@ -253,6 +253,21 @@ def test_the_soft_cap_goes_into_the_scale():
     assert plan_decode(problem(softmax_scale=-0.5)).scalars.softmax_scale == -0.5
 
 
+@pytest.mark.parametrize(
+    ("softcap", "scale", "expected"),
+    [
+        (0.0, 2.0**126, (2.0**126, 0.0)),
+        (0.5, 2.0**126, (2.0**126, 0.5)),
+        (2.0**-50, -(2.0**100), (-(2.0**126), 2.0**-40)),
+        (2.0**60, 0.5, (2.0**-60, 2.0**60)),
+        (2.0**61, 0.5, (0.5, 0.0)),
+    ],
+)
+def test_scales_stay_in_float32_whatever_the_soft_cap(softcap, scale, expected):
+    scalars = plan_decode(problem(softcap=softcap, softmax_scale=scale)).scalars
+    assert (scalars.softmax_scale, scalars.softcap) == expected
+
+
 def test_a_table_without_columns_holds_no_key():
     assert problem(pages=0).capacity == 0
     assert plan_decode(problem(pages=0)).scalars.capacity == 0

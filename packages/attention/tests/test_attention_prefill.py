@@ -351,6 +351,8 @@ def test_kernels_that_split_dense_keys_have_blocks_of_128_rows():
         (0.0, 2.0**-126, 2.0**-126),
         (8.0, 0.5, 0.125),
         (2.0**-50, 2.0**-41, 1.0),  # a smaller soft cap has no finite reciprocal
+        (2.0**-50, 2.0**100, 2.0**126),
+        (2.0**61, 0.5, 0.5),  # a larger soft cap is none
     ],
 )
 def test_scores_are_scaled_by_a_normal_number(softcap, scale, expected):

@@ -61,10 +61,16 @@ def run(given: dict[str, torch.Tensor], queries: int, most: int, **how: Any) -> 
     )
 
 
+def transpose_from(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Have calls transpose values first from so many rows on."""
+    for name in ("TRANSPOSED_ROWS", "COPIED_ROWS"):
+        monkeypatch.setattr(prefill_transposed, name, rows)
+
+
 def transposed(monkeypatch: pytest.MonkeyPatch, given: dict[str, torch.Tensor], queries: int, **how: Any) -> Any:
     """Results with values transposed first."""
     launches = launches_of(monkeypatch, prefill_transposed)
-    monkeypatch.setattr(prefill_transposed, "TRANSPOSED_ROWS", 0)
+    transpose_from(monkeypatch, 0)
     got = run(given, queries, 1000, **how)
     assert launches.taken() == TRANSPOSE
     return got
@@ -102,11 +108,10 @@ def assert_float64(
 def both(monkeypatch: pytest.MonkeyPatch, given: dict[str, torch.Tensor], queries: int, **how: Any) -> tuple[Any, Any]:
     """Results with values in place, and transposed first."""
     launches = launches_of(monkeypatch, prefill_transposed)
-    for name in ("TRANSPOSED_ROWS", "COPIED_ROWS"):
-        monkeypatch.setattr(prefill_transposed, name, 10**9)
+    transpose_from(monkeypatch, 10**9)
     want = run(given, queries, 1000, **how)
     assert launches.taken() == []
-    monkeypatch.setattr(prefill_transposed, "TRANSPOSED_ROWS", 0)
+    transpose_from(monkeypatch, 0)
     got = run(given, queries, 1001, **how)
     assert launches.taken() == TRANSPOSE
     return want, got
@@ -159,7 +164,7 @@ def test_long_calls_give_the_bits_of_values_in_place(monkeypatch):
 
 
 def test_a_replayed_graph_sees_other_lengths_and_contents(monkeypatch):
-    monkeypatch.setattr(prefill_transposed, "TRANSPOSED_ROWS", 0)
+    transpose_from(monkeypatch, 0)
     launches = launches_of(monkeypatch, prefill_transposed)
     calls = [made(16, 40, lengths, seed=seed) for seed, lengths in ((1, [600, 3]), (2, [9, 700]))]
 
@@ -168,7 +173,7 @@ def test_a_replayed_graph_sees_other_lengths_and_contents(monkeypatch):
 
     got = graph_replay(attend, list(calls[0].values()), list(calls[1].values()))
     assert set(launches.taken()) == set(TRANSPOSE)
-    monkeypatch.setattr(prefill_transposed, "TRANSPOSED_ROWS", 10**9)
+    transpose_from(monkeypatch, 10**9)
     want = run(calls[1], 40, 1001, causal=True)  # another form of call, so another launch
     assert launches.taken() == []
     assert same_bits(tuple(got), want)

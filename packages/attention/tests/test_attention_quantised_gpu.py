@@ -124,6 +124,15 @@ def test_any_number_of_splits(splits, kind, window):
     check(made(kind, 8, 2, 64, 16, (0, 1, 54, 300, -1, 5000, 17)), num_splits=splits, window_size=(window, 0))
 
 
+@pytest.mark.parametrize(("kind", "size"), [(kind, size) for kind in KINDS for size in (64, 128)] + [("int8", 256)])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("splits", [0, 64])
+def test_lengths_at_the_boundaries_of_splits(splits, queries, kind, size):
+    """Of plan.split_rule, and of its numbers of splits. Most of 64 splits of the shorter sequences have no key."""
+    lengths = (16, 64, 65, 192, 193, 272, 273, 512, 513, 768, 769, 1024, 1025, 2048, 2049)
+    check(made(kind, 8, 2, size, 16, lengths, queries), causal=True, num_splits=splits)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_sequences(kind):
     check(made(kind, 32, 4, 128, 16, (20000, 3, 9001)))
@@ -158,13 +167,14 @@ def test_int8_scales_of_values_below_2_to_the_minus_100_cost_2_to_the_minus_118_
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("rise", [7, 9])
+@pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize(("kind", "step"), [("int8", 128), ("int4", 256), ("e5m2", 128)])
-def test_scores_that_rise_along_the_sequence(kind, step, rise, masked):
+def test_scores_that_rise_along_the_sequence(kind, step, queries, rise, masked):
     """By less and by more per step than the weights may grow before the sums are rescaled.
 
     masked: the first steps of all warps but one see no key.
     """
-    call = made(kind, 8, 2, 64, 16, (6 * step, 3 * step))
+    call = made(kind, 8, 2, 64, 16, (6 * step, 3 * step), queries)
     call.q[..., :32] = 0.25  # a score is about the mean of so many dims
     call.q[..., 32:] /= 64
     for b in range(len(call.lengths)):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_buffers import random
 
 from kestrel_kvcache import (
     gather_cache,
@@ -19,11 +20,6 @@ from kestrel_runtime import backend
 from kestrel_runtime.testing import assert_waits_for_the_launch_before, graph_replay
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
-
-
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return (torch.randn(shape, generator=generator, device="cuda") * 3).to(dtype)
 
 
 def copies(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kestrel_kvcache
 from kestrel_kvcache import reference
-from kestrel_runtime.testing import canary, opcheck
+from kestrel_runtime.testing import opcheck, poison
 
 HEADS, SIZE = 3, 16
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -18,8 +18,7 @@ def layouts(blocks: int, page: int, dtype: torch.dtype) -> dict[str, tuple[torch
     """Caches [blocks, page, HEADS, SIZE] of poison (NaN; no test writes it), in every layout."""
 
     def memory(*shape):
-        buffer, _ = canary(shape, dtype)
-        return buffer
+        return poison(shape, dtype)
 
     halves = memory(blocks, page, HEADS, 2 * SIZE)
     layers = memory(blocks, 5, 2, page, HEADS, SIZE)  # 5 layers, K and V of each beside one another

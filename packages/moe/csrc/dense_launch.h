@@ -8,7 +8,7 @@
 
 namespace kestrel::moe {
 
-// The kernels of a layer, numbered as in src/kestrel_moe/_dense.py. vendor: none, the caller computes the layer.
+// The kernels of a layer, numbered as in src/kestrel_moe/_dense_plan.py. vendor: none, the caller computes the layer.
 enum class DenseKernel { vendor, few_tokens, stream, cooperative, ping_pong };
 
 // columns: of a tile of dense_wgmma_kernel. The cluster of stream_linear_kernel has only splits; 0: stream_splits().

@@ -1,5 +1,5 @@
 // Launches of dense_wgmma_kernel and stream_linear_kernel. The caller chooses the tile and the cluster
-// (src/kestrel_moe/_dense.py).
+// (src/kestrel_moe/_dense_plan.py).
 #include "dense_stream.cuh"
 #include "dense_wgmma.cuh"
 

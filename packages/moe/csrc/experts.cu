@@ -447,6 +447,35 @@ void experts_gather_sum(TensorView out, TensorView y, TensorView positions, Tens
   }
 }
 
+void check_operand(const Checks& check, const char* name, const TensorView& x, bool fp8) {
+  if (fp8) {
+    check.dtype(name, x, {kFloat8E4M3});
+  } else {
+    check.dtype(name, x, {kBFloat16, kFloat16, kFloat32});
+  }
+  check.rank(name, x, 2, 2);
+  check.last_contiguous(name, x);
+}
+
+// One projection over an alignment; p has its routing and weights. out: `pairs` rows of `columns`.
+void launch_aligned(ExpertsParams& p, Projection projection, const Aligned& aligned, const TensorView& x,
+                    const OptionalTensor& x_scale, const TensorView& out, int64_t row_stride, int64_t pairs,
+                    int64_t columns) {
+  const bool fp8 = x_scale.has_value();
+  set_x(&p, address(x), x.stride(0) * element_bytes(x), x.size(1), fp8 ? floats(*x_scale) : nullptr,
+        fp8 ? (*x_scale).stride(0) : 1);
+  p.out = address(out);
+  p.out_stride = row_stride * 2;
+  p.evict_first = are_read_once(pairs, p.experts, fp8);
+  const bool wgmma =
+      fits_wgmma(out, p.out_stride, aligned.block_size, x.device()) && fits_offsets(x.size(0), p.x_stride);
+  const int tile = tile_of_block(aligned.block_size, x.dtype(), wgmma);
+  const int64_t tiles = set_aligned(&p, aligned, tile);
+  const DeviceGuard guard(x.device().device_id);
+  clear(out, pairs, pairs > 1 ? row_stride : columns, columns, x.device());
+  launch_sorted(p, projection, x.dtype(), wgmma, tile, /*cluster=*/1, tiles, x.device());
+}
+
 // FP8 operands have x_scale, w1_scale and w2_scale, and a bf16 result.
 void invoke_moe_up(TensorView out, TensorView x, OptionalTensor x_scale, TensorView w1, OptionalTensor w1_scale,
                    OptionalTensor w2, OptionalTensor w2_scale, TensorView topk_ids, TensorView sorted_token_ids,
@@ -455,13 +484,7 @@ void invoke_moe_up(TensorView out, TensorView x, OptionalTensor x_scale, TensorV
   const Checks check(fp8 ? "invoke_cute_moe_up_fp8" : "invoke_cute_moe_up");
   const char* x_name = fp8 ? "x_q" : "hidden_states";
   const Aligned aligned{sorted_token_ids, expert_ids, num_tokens_post_pad, block_size};
-  if (fp8) {
-    check.dtype(x_name, x, {kFloat8E4M3});
-  } else {
-    check.dtype(x_name, x, {kBFloat16, kFloat16, kFloat32});
-  }
-  check.rank(x_name, x, 2, 2);
-  check.last_contiguous(x_name, x);
+  check_operand(check, x_name, x, fp8);
   const int64_t tokens = x.size(0), width = x.size(1);
   check_routing(check, topk_ids, {}, tokens);
   check_aligned(check, aligned);
@@ -501,18 +524,8 @@ void invoke_moe_up(TensorView out, TensorView x, OptionalTensor x_scale, TensorV
   }
   ExpertsParams p;
   set_routing(&p, topk_ids, {}, {}, w1.size(0));
-  set_x(&p, address(x), x.stride(0) * element_bytes(x), width, fp8 ? floats(*x_scale) : nullptr,
-        fp8 ? (*x_scale).stride(0) : 1);
   set_up_weight(&p, w1, w1_scale, w2, w2_scale);
-  p.out = address(out);
-  p.out_stride = out.stride(0) * 2;
-  p.evict_first = are_read_once(pairs, p.experts, fp8);
-  const bool wgmma = fits_wgmma(out, p.out_stride, block_size, x.device()) && fits_offsets(x.size(0), p.x_stride);
-  const int tile = tile_of_block(block_size, x.dtype(), wgmma);
-  const int64_t tiles = set_aligned(&p, aligned, tile);
-  const DeviceGuard guard(x.device().device_id);
-  clear(out, pairs, pairs > 1 ? out.stride(0) : columns, columns, x.device());
-  launch_sorted(p, Projection::up, x.dtype(), wgmma, tile, /*cluster=*/1, tiles, x.device());
+  launch_aligned(p, Projection::up, aligned, x, x_scale, out, out.stride(0), pairs, columns);
 }
 
 void invoke_moe_down(TensorView out, TensorView x, OptionalTensor x_scale, TensorView w3, OptionalTensor w3_scale,
@@ -522,13 +535,7 @@ void invoke_moe_down(TensorView out, TensorView x, OptionalTensor x_scale, Tenso
   const Checks check(fp8 ? "invoke_cute_moe_down_fp8" : "invoke_cute_moe_down");
   const char* x_name = fp8 ? "x_q" : "moe_out";
   const Aligned aligned{sorted_token_ids, expert_ids, num_tokens_post_pad, block_size};
-  if (fp8) {
-    check.dtype(x_name, x, {kFloat8E4M3});
-  } else {
-    check.dtype(x_name, x, {kBFloat16, kFloat16, kFloat32});
-  }
-  check.rank(x_name, x, 2, 2);
-  check.last_contiguous(x_name, x);
+  check_operand(check, x_name, x, fp8);
   check.rank("topk_ids", topk_ids, 2, 2);
   check_routing(check, topk_ids, topk_weights, topk_ids.size(0));
   check_aligned(check, aligned);
@@ -562,18 +569,9 @@ void invoke_moe_down(TensorView out, TensorView x, OptionalTensor x_scale, Tenso
     unsupported("an out whose pairs are not evenly spaced");
   ExpertsParams p;
   set_routing(&p, topk_ids, topk_weights, {}, w3.size(0));
-  set_x(&p, address(x), x.stride(0) * element_bytes(x), width, fp8 ? floats(*x_scale) : nullptr,
-        fp8 ? (*x_scale).stride(0) : 1);
   set_down_weight(&p, w3, w3_scale);
-  p.out = address(out);
-  p.out_stride = (choices > 1 ? out.stride(1) : out.stride(0)) * 2;
-  p.evict_first = are_read_once(pairs, p.experts, fp8);
-  const bool wgmma = fits_wgmma(out, p.out_stride, block_size, x.device()) && fits_offsets(x.size(0), p.x_stride);
-  const int tile = tile_of_block(block_size, x.dtype(), wgmma);
-  const int64_t tiles = set_aligned(&p, aligned, tile);
-  const DeviceGuard guard(x.device().device_id);
-  clear(out, pairs, pairs > 1 ? p.out_stride / 2 : w3.size(1), w3.size(1), x.device());
-  launch_sorted(p, Projection::down, x.dtype(), wgmma, tile, /*cluster=*/1, tiles, x.device());
+  const int64_t row_stride = choices > 1 ? out.stride(1) : out.stride(0);
+  launch_aligned(p, Projection::down, aligned, x, x_scale, out, row_stride, pairs, w3.size(1));
 }
 
 KESTREL_EXPORT(experts_gather_sum, experts_gather_sum);

@@ -36,10 +36,14 @@ struct ExpertsScratch {
   }
 };
 
-// Whether most experts have one token tile, so that their weights are read once. They then leave L2 first, and do not
-// evict instructions and rows of tokens.
+// Pairs for each expert up to which most experts have one token tile: of up to 128 tokens with FP8 weights, of up to 64
+// with weights of 16 bits.
+constexpr int64_t kPairsReadOnceFp8 = 96, kPairsReadOnce = 48;
+
+// Whether the weights of most experts are read once. They then leave L2 first, and do not evict instructions and rows
+// of tokens.
 inline bool are_read_once(int64_t pairs, int64_t experts, bool fp8 = true) {
-  return pairs <= (fp8 ? 96 : 48) * experts;
+  return pairs <= (fp8 ? kPairsReadOnceFp8 : kPairsReadOnce) * experts;
 }
 
 }  // namespace kestrel::moe

@@ -66,7 +66,7 @@ void group_rows(TensorView topk_ids, TensorView sorted_token_ids, TensorView exp
                        {"tokens", tokens, /*written=*/true},
                        {"positions", positions, /*written=*/true},
                        {"ends", ends, /*written=*/true}});
-  if (pairs == 0) return;
+  if (pairs == 0) unsupported("no pairs: no thread would write the ends of the groups");
   if (pairs > (1 << 30) || ends.size(0) > (1 << 30)) unsupported("more than 2^30 pairs or experts");
   const DeviceGuard guard(topk_ids.device().device_id);
   const auto ints = [](const TensorView& t) { return reinterpret_cast<int*>(address(t)); };

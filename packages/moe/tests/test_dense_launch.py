@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from kestrel_moe import _dense, fused_linear_residual, fused_mlp, linear
-from kestrel_moe._dense import Kernel, Plan
+from kestrel_moe._dense_plan import Kernel, Plan
 from kestrel_runtime import UnsupportedError
 
 Tensor = torch.Tensor

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kestrel_moe import _dense
-from kestrel_moe._dense import Kernel, Plan
+from kestrel_moe import _dense_plan
+from kestrel_moe._dense_plan import Kernel, Plan
 
 SIZES = (1, 64, 100, 729, 1458, 2916, 9477, 100_000)
 
@@ -18,8 +18,10 @@ SIZES = (1, 64, 100, 729, 1458, 2916, 9477, 100_000)
 @pytest.mark.parametrize("outputs", [8, 64, 1152, 4304, 28672])
 def test_plans_are_kernels_that_exist_and_split_k_only_where_all_ctas_run_at_once(outputs: int, width: int) -> None:
     for tokens in SIZES:
-        plan = _dense.choose_tile(tokens, outputs, width)
-        assert plan.columns in (_dense._COLUMNS if plan.kernel == Kernel.COOPERATIVE else _dense._PING_PONG_COLUMNS)
+        _, plan = _dense_plan.choose_tile(tokens, outputs, width)
+        assert plan.columns in (
+            _dense_plan._COLUMNS if plan.kernel == Kernel.COOPERATIVE else _dense_plan._PING_PONG_COLUMNS
+        )
         size = plan.cluster_rows * plan.cluster_columns * plan.splits
         assert size in (1, 2, 4, 8)
         assert plan.columns % (8 * plan.cluster_rows) == 0
@@ -27,6 +29,15 @@ def test_plans_are_kernels_that_exist_and_split_k_only_where_all_ctas_run_at_onc
             assert width > 64
             rows = -(-tokens // (128 * plan.cluster_rows))
             assert rows * -(-outputs // (plan.columns * plan.cluster_columns)) * size <= 132
+
+
+@pytest.mark.parametrize("layer", [(8, 64), (1152, 1152), (4304, 1152), (2048, 4096), (28672, 14336)], ids=str)
+def test_the_time_of_tiles_depends_on_whole_tiles_of_tokens(layer: tuple[int, int]) -> None:
+    """So a choice estimates them once for these, and no plan depends on which T of them came first."""
+    for tokens in (129, 200, 255, 257, 729, 1458, 9477, 100_000):
+        whole, half = -(-tokens // 128) * 128, -(-tokens // 64) * 64
+        assert _dense_plan._fastest_tiles(tokens, *layer) == _dense_plan._fastest_tiles(whole, *layer)
+        assert _dense_plan._fastest_vendor_tile(tokens, *layer) == _dense_plan._fastest_vendor_tile(half, *layer)
 
 
 RESULTS = Path(__file__).parent.parent / "results" / "h200_dense_pipelines.json"
@@ -51,7 +62,7 @@ LAYERS = {shape: us for shape, us in RECORD.items() if sizes(shape)[0] > 64 and 
 @pytest.mark.parametrize("shape", LAYERS)
 def test_a_measured_layer_takes_no_longer_than_the_vendor_s(shape: str) -> None:
     """Its plan was measured, or is the vendor's product. Runs differ by some percent."""
-    plan = _dense.choose_on_hopper(*sizes(shape))
+    plan = _dense_plan.choose_on_hopper(*sizes(shape))
     if plan.kernel != Kernel.VENDOR and name(plan) in LAYERS[shape]:
         assert LAYERS[shape][name(plan)] <= 1.02 * LAYERS[shape]["torch"]
 
@@ -59,7 +70,7 @@ def test_a_measured_layer_takes_no_longer_than_the_vendor_s(shape: str) -> None:
 @pytest.mark.parametrize("shape", LAYERS)
 def test_the_plan_of_a_measured_layer_is_near_the_fastest(shape: str) -> None:
     us = LAYERS[shape]
-    plan = _dense.choose_on_hopper(*sizes(shape))
+    plan = _dense_plan.choose_on_hopper(*sizes(shape))
     ours = min(time for kernel, time in us.items() if re.match(r"\d+p?/", kernel))
     chosen = us["torch"] if plan.kernel == Kernel.VENDOR else us.get(name(plan), ours)
     assert chosen <= 1.3 * min(us["torch"], ours)
@@ -67,7 +78,7 @@ def test_the_plan_of_a_measured_layer_is_near_the_fastest(shape: str) -> None:
 
 @pytest.mark.parametrize(("tokens", "kernel"), [(5, Kernel.STREAM), (32, Kernel.STREAM), (128, Kernel.COOPERATIVE)])
 def test_few_tokens_stream_the_weight(tokens: int, kernel: Kernel) -> None:
-    assert _dense.choose_on_hopper(tokens, 1152, 1152).kernel == kernel
+    assert _dense_plan.choose_on_hopper(tokens, 1152, 1152).kernel == kernel
 
 
 @pytest.mark.parametrize(
@@ -83,7 +94,7 @@ def test_few_tokens_stream_the_weight(tokens: int, kernel: Kernel) -> None:
 def test_large_layers_take_the_largest_tile_where_waves_are_full(
     tokens: int, outputs: int, width: int, full: bool
 ) -> None:
-    plan = _dense.choose_on_hopper(tokens, outputs, width)
+    plan = _dense_plan.choose_on_hopper(tokens, outputs, width)
     assert plan == (Plan(Kernel.COOPERATIVE, 256) if full else Plan(Kernel.VENDOR))
 
 
@@ -102,8 +113,8 @@ def test_large_layers_take_the_largest_tile_where_waves_are_full(
     ],
 )
 def test_measured_layers_take_their_plan_within_its_range(tokens: int, outputs: int, width: int, plan: Plan) -> None:
-    assert _dense.choose_on_hopper(tokens, outputs, width) == plan
+    assert _dense_plan.choose_on_hopper(tokens, outputs, width) == plan
 
 
 def test_a_streaming_plan_leaves_the_splits_to_the_launch() -> None:
-    assert _dense.choose_on_hopper(16, 8192, 2048) == Plan(Kernel.STREAM, splits=0)
+    assert _dense_plan.choose_on_hopper(16, 8192, 2048) == Plan(Kernel.STREAM, splits=0)

@@ -105,8 +105,8 @@ def test_results_of_two_experts_may_cancel_beyond_the_range_of_fp16(tokens: int)
 
 
 def layer_through_grouped_mm() -> tuple[torch.Tensor, ...]:
-    hidden, w1, w2, weights, ids = layer(1100, 2, 1, 4096, 4096)  # 550 pairs for each expert
-    chosen = variants.for_call(hidden.get_device(), 1100, 1, w2.shape, w2.dtype, False, True)
+    hidden, w1, w2, weights, ids = layer(4200, 2, 1, 4096, 4096)  # 2100 pairs for each expert
+    chosen = variants.for_call(hidden.get_device(), 4200, 1, w2.shape, w2.dtype, False, True)
     assert chosen.path == GROUPED_MM
     return hidden, w1, w2, weights, ids
 

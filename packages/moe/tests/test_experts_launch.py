@@ -222,6 +222,19 @@ def test_grouped_products_are_those_of_each_pair(kernels: Kernels, activation: s
         assert not got[5].any()
 
 
+@pytest.mark.parametrize(("tokens", "choices"), [(0, 3), (9, 0)])
+def test_grouped_products_of_no_pairs_are_zeros_without_a_launch(kernels: Kernels, tokens: int, choices: int) -> None:
+    given = layer(9, 3)
+    for name in ("hidden", "topk_weights", "topk_ids"):
+        given[name] = given[name][:tokens]
+    for name in ("topk_weights", "topk_ids"):
+        given[name] = given[name][:, :choices]
+    out = torch.full((tokens, WIDTH), float("nan")).bfloat16()
+    assert module.by_variant(Variant("grouped_mm"), **given, out=out) is out
+    assert not out.any()
+    assert not kernels.calls
+
+
 def test_grouped_products_check_their_arguments_first(kernels: Kernels) -> None:
     with pytest.raises(ValueError, match="fused_experts: argument 'topk_ids'"):
         module.by_variant(Variant("grouped_mm"), **layer() | {"topk_weights": torch.ones(9, 2)})

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import kestrel_moe
 from kestrel_moe import linear
-from kestrel_moe._dense import Kernel, Plan
+from kestrel_moe._dense_plan import Kernel, Plan
 from kestrel_runtime.testing import assert_close_to_f64, canary, large_allocation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import statistics
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -74,6 +77,9 @@ def test_what_no_kernel_covers_is_not_valid(path: str, tile: int, case: Layer) -
         (16384, "fp16", (64, 8, 2048, 1024), "clustered 128"),
         (1024, "bf16", (32, 4, 2880, 2880), "aligned 160"),
         (4096, "bf16", (32, 4, 2880, 2880), "clustered 128"),
+        (8192, "bf16", (8, 2, 4096, 14336), "clustered 128"),
+        (8193, "bf16", (8, 2, 4096, 14336), "grouped_mm"),
+        (8193, "fp16", (8, 2, 4096, 14336), "clustered 128"),
     ],
 )
 def test_many_tokens_take_wide_tiles_and_large_layers_clusters(
@@ -87,7 +93,11 @@ def test_many_tokens_take_wide_tiles_and_large_layers_clusters(
     [
         (4, "fp8", (64, 8, 2048, 1024), "fused 8"),
         (8, "bf16", (64, 8, 2048, 1024), "fused 8"),
-        (16, "fp8", (64, 8, 2048, 1024), "fused 16"),
+        (15, "fp8", (64, 8, 2048, 1024), "fused 16"),
+        (16, "fp8", (64, 8, 2048, 1024), "aligned 32"),
+        (16, "fp8", (128, 8, 2048, 768), "aligned 32"),
+        (16, "fp8", (64, 4, 2048, 1024), "fused 16"),
+        (16, "bf16", (64, 8, 2048, 1024), "fused 16"),
         (16, "fp8", (256, 8, 7168, 2048), "aligned 8"),
         (8, "fp8", (128, 4, 2880, 2880), "fused 8"),
         (9, "fp8", (128, 4, 2880, 2880), "in_kernel 8"),
@@ -109,6 +119,38 @@ def test_many_tokens_take_wide_tiles_and_large_layers_clusters(
 )
 def test_few_tokens_take_small_tiles(tokens: int, dtype: str, sizes: tuple[int, ...], name: str) -> None:
     assert str(variants.by_rule(layer(tokens, dtype, sizes=sizes))) == name
+
+
+RESULTS = Path(__file__).parent.parent / "results"
+
+
+def record() -> dict[str, dict[str, float]]:
+    """Of an H200, for each row of which several variants were timed in turn: the median of each, in microseconds."""
+    turns: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    *_, third = json.loads((RESULTS / "h200_expert_further.json").read_text())["sittings"]
+    for row in third["rows"]:
+        for name, found in row["us"].items():
+            if str(name).removeprefix("new ") in map(str, variants.VARIANTS) and "us" in found:
+                turns[row["row"]][name.removeprefix("new ")].append(found["us"])
+    for file in ("h200_group_rows.json", "h200_align_groups.json"):
+        for row, found in json.loads((RESULTS / file).read_text())["grouped_mm_us"].items():
+            for (
+                turn
+            ) in found:  # group_rows.cu is the path of the first file's "after", and of the second one's "before"
+                grouped = turn["after" if file == "h200_group_rows.json" else "before"]
+                turns[row]["grouped_mm"].append(grouped)
+                turns[row]["clustered 128"].append(turn["clusters"])
+    return {row: {name: statistics.median(us) for name, us in found.items()} for row, found in turns.items()}
+
+
+RECORD = record()
+
+
+@pytest.mark.parametrize("row", RECORD)
+def test_the_rule_is_within_3_percent_of_the_fastest_variant_on_record(row: str) -> None:
+    tokens, *sizes = (int(re.search(rf"\b{letter}(\d+)", row)[1]) for letter in "TEkhi")  # type: ignore[index]
+    chosen = str(variants.by_rule(layer(tokens, "fp8" if "fp8" in row else "bf16", sizes=tuple(sizes))))
+    assert RECORD[row][chosen] <= 1.03 * min(RECORD[row].values())
 
 
 def test_a_tuned_variant_is_chosen_where_it_is_valid() -> None:

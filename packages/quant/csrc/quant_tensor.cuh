@@ -16,8 +16,8 @@
 
 namespace kestrel::quant {
 
-constexpr int kTensorWarps = 14;  // per block
-// 72 registers are not enough for two blocks per SM on sm_120.
+constexpr int kTensorWarps = 14;  // per block: with two blocks per SM a thread has 72 registers
+// On sm_120 the kernel needs more than those.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ / 10 == 120
 constexpr int kTensorBlocksPerSM = 1;
 #else

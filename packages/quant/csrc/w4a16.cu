@@ -12,8 +12,7 @@
 namespace kestrel::quant {
 
 constexpr DLDataType kInt16{kDLInt, 16, 1};
-constexpr int kMaxTokens = 128;           // of w4a16_kernel
-constexpr int64_t kMaxPartial = 1 << 23;  // floats for sums; a tile has 64 x 128, so they are room for 1024
+constexpr int kMaxTokens = 128;  // of w4a16_kernel
 
 // Rows of a CTA so that every SM has a CTA, or nearly so. Arguments: tiles of 8 tokens, of 16 rows per warp, warps of a
 // slice of K, stages, the most slices of K. Up to 16 tokens two stages leave shared memory to the next launch.
@@ -125,12 +124,15 @@ bool has_wgmma(DLDevice device) {
          device_attribute(cudaDevAttrComputeCapabilityMinor, device.device_id) == 0;
 }
 
-// x: [T, K]. wgmma_tile: -1 for w4a16_kernel, or the number of a tile of w4a16_wgmma_kernel or, with ctas > 0, of
-// w4a16_stream_kernel. w4a16_kernel takes T up to 128. Its scratch is float32, [8 * T * N] or kMaxPartial if that is
-// less; or None: then K is cut only as far as clusters go. w4a16_wgmma_kernel cuts K into `splits` slices, those of a
-// cluster or, with scratch, added up by a second kernel. w4a16_stream_kernel cuts the steps of all tiles into those of
-// `ctas` CTAs, and needs scratch for kMaxStreamCtas flags and the sums of a tile for each CTA. With splits = 2 pairs of
-// CTAs halve the K of each tile, and need scratch for half of a tile's sums for each CTA, but no flags.
+// x: [T, K]. The plan of a call (src/kestrel_quant/_w4_plan.py) is wgmma_tile, splits, ctas and the size of scratch,
+// float32 or None:
+// - wgmma_tile -1: w4a16_kernel, for T up to 128. It cuts K itself. Its slices are a cluster or, with scratch [slices,
+//   T, N], are added up by a second kernel.
+// - wgmma_tile of launch_group, ctas 0: w4a16_wgmma_kernel, K in `splits` slices. They are a cluster or, with scratch
+//   for whole tiles, are added up by a second kernel.
+// - wgmma_tile of launch_group_stream, ctas > 0: w4a16_stream_kernel. `ctas` CTAs share the steps of all tiles, with
+//   scratch for kMaxStreamCtas flags and a tile's sums for each CTA. Or, with splits 2, pairs of CTAs halve the K of
+//   each tile, with scratch for half of a tile's sums for each CTA.
 void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView scales, OptionalTensor zeros,
                   int64_t group_size, OptionalTensor bias, OptionalTensor scratch, int64_t wgmma_tile, int64_t splits,
                   int64_t ctas) {
@@ -189,9 +191,6 @@ void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView sca
     const auto launch = same_dtype(x.dtype(), kBFloat16) ? w4_wgmma::launch<__nv_bfloat16> : w4_wgmma::launch<__half>;
     const auto number = [](int64_t n) { return static_cast<int>(std::clamp<int64_t>(n, 0, 1 << 30)); };
     return launch(p, number(wgmma_tile), number(ctas), device);
-  }
-  if (p.partial && p.partial_floats < std::min(kMaxSplits * tokens * rows, kMaxPartial)) {
-    unsupported("too little scratch memory");
   }
   same_dtype(x.dtype(), kBFloat16) ? w4_mma::launch_linear<__nv_bfloat16>(p, device)
                                    : w4_mma::launch_linear<__half>(p, device);

@@ -22,6 +22,9 @@ void launch_slices(void (*kernel)(Params), Params p, int row_tiles, int token_ti
     p.splits = hopper ? 2 : 1;
   }
   p.cluster = p.partial ? 1 : p.splits;
+  if (p.partial && p.partial_floats < int64_t{p.splits} * p.tokens * p.outputs) {
+    unsupported("too little scratch memory");
+  }
   launch_pdl(kernel, dim3(row_tiles * p.splits, token_tiles), dim3(threads), device, p, shared_bytes, p.cluster);
   if (!p.partial) return;
   const int64_t packs = int64_t{p.tokens} * (p.outputs / 4);

@@ -2,9 +2,9 @@
 // (stream-K), so tokens of different tiles have the same order of sums.
 //
 // A CTA does whole tiles first, so that CTAs read the same x at the same time. Where its last tile goes on in the next
-// CTA, it leaves its sums in scratch memory and sets a flag; who has the last steps of a tile does them last, adds the
-// sums of the CTAs before it, in their order, through the ring of stages, and writes the result. So a CTA waits for
-// CTAs of smaller numbers alone. Assumed, as CUDA does not promise it: they have started, in the order of blockIdx.
+// CTA, it stores its sums in scratch memory and sets a flag. The CTA with the last steps of a tile does them last,
+// loads the sums of the CTAs before it through the ring of stages, adds them in order, and writes the result. So a CTA
+// waits for CTAs of smaller numbers alone. Assumed, as CUDA does not promise it: they start in the order of blockIdx.
 //
 // Pairs: two CTAs of a cluster share a tile. Each has half of its steps, gets the other's sums of half of the tokens,
 // and writes those.
@@ -14,7 +14,7 @@
 
 namespace kestrel::quant::w4_wgmma {
 
-constexpr int kMaxStreamCtas = 256;
+constexpr int kMaxStreamCtas = 256;  // one flag, and one thread that clears it, for each; no GPU has more SMs
 
 struct StreamParams : WgmmaParams {
   uint32_t* flags = nullptr;  // [CTAs]: set once a CTA's sums are in `partial`, [CTA][fragment][consumer] of float4
@@ -105,7 +105,7 @@ __device__ __forceinline__ int first_contributor(const StreamParams& p, int row_
   return number;
 }
 
-// Between plain stores of sums and bulk copies of them: by who writes, and by who copies.
+// Orders plain stores of sums before bulk copies of them. Both the CTA that stores and the one that copies call it.
 __device__ __forceinline__ void fence_loads_of_sums() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async;" ::: "memory");
@@ -129,7 +129,7 @@ __device__ __forceinline__ void set_flag(uint32_t* flag) {
 #endif
 }
 
-// An arrival on an mbarrier of the other CTA of a pair, who then sees the sums.
+// An arrival on an mbarrier of the other CTA of a pair, which then sees the sums.
 __device__ __forceinline__ void arrive_released(uint32_t barrier) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -144,9 +144,10 @@ __global__ void __launch_bounds__(kMaxStreamCtas) w4a16_stream_flags_kernel(cons
   p.flags[threadIdx.x] = 0;
 }
 
-// One thread: stages for results.
+// One thread: lets the consumers write results into STAGES stages of the ring that are empty.
 template <int STAGES>
-__device__ __forceinline__ void hand_out(const StreamParams& p, uint64_t* full, const uint64_t* empty, RingPlace& at) {
+__device__ __forceinline__ void release_for_results(const StreamParams& p, uint64_t* full, const uint64_t* empty,
+                                                    RingPlace& at) {
 #pragma unroll 1
   for (int i = 0; i < STAGES; ++i) {
     ptx::mbarrier_wait(empty + at.stage, at.phase ^ 1);
@@ -206,7 +207,7 @@ __device__ __forceinline__ void stream_loads(const StreamParams& p, uint32_t rin
       ptx::mbarrier_wait_cluster(received, 0);
       fence_loads_of_sums();
       load_sums<Tile, StreamTile<Tile, 2>>(p, blockIdx.x ^ 1, ring, full, empty, at);
-      hand_out<StreamTile<Tile, 2>::out_chunks>(p, full, empty, at);
+      release_for_results<StreamTile<Tile, 2>::out_chunks>(p, full, empty, at);
       return;
     }
     if (piece.end < p.steps) continue;
@@ -217,7 +218,7 @@ __device__ __forceinline__ void stream_loads(const StreamParams& p, uint32_t rin
         load_sums<Tile, StreamTile<Tile>>(p, cta, ring, full, empty, at);
       }
     }
-    hand_out<StreamTile<Tile>::out_chunks>(p, full, empty, at);
+    release_for_results<StreamTile<Tile>::out_chunks>(p, full, empty, at);
   }
 }
 
@@ -385,7 +386,7 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
     const Piece piece = piece_of(p, tile, share);
     char* const ring_pointer = dynamic + (ring - ptx::shared_address(dynamic));
 
-    // Sums, once all consumers have left them in scratch memory.
+    // Tells the reader of this CTA's sums, once all consumers have stored them in scratch memory.
     const auto publish = [&](const auto& to_reader) {
       fence_loads_of_sums();
       __threadfence();

@@ -20,10 +20,10 @@
 namespace kestrel::quant {
 
 constexpr int kTokenThreads = 512, kTokenWarps = kTokenThreads / 32;
-constexpr int kTokenPairs = 4;      // of blocks, in flight: 128 k each
-constexpr int kTokenPacks = 4;      // of x, a thread, at a time
-constexpr int kTokenNormPacks = 2;  // of x, a thread, where it is normalised
-constexpr int kTokenSteps = 16;     // of a CTA, whose sums wait in shared memory
+constexpr int kTokenPairs = 4;      // pairs of blocks of codes in flight in a warp's registers, of 128 k each
+constexpr int kTokenPacks = 4;      // packs of x that a thread loads at a time
+constexpr int kTokenNormPacks = 2;  // packs of x and of the norm's weight that a thread holds: rows of up to 8192
+constexpr int kTokenSteps = 16;     // steps whose sums are kept in shared memory; then all results are written
 
 enum class TokenActivation { none, silu, gelu, gelu_tanh };
 
@@ -321,7 +321,7 @@ void w4a16_token(TensorView out, TensorView x, TensorView codes, TensorView scal
   check.no_overlap("out", out, "residual", residual, /*may_be_same=*/true);
   check_devices(check, "x", x, {{"residual", residual}});
   if (tokens == 0 || results == 0) return;
-  require_covered(weight, scales);
+  require_covered(weight, scales);  // what follows is said of a weight by w4a16_token_covers in w4a16_token.py, too
   if (tokens > 1) unsupported("more than one token");
   if (weight.group % kStep && weight.groups > 1) unsupported("groups that are no multiples of 128 and not whole rows");
   if (results % 16) unsupported("a number of results that is not a multiple of 16");

@@ -40,7 +40,8 @@ void launch_tiles(const W4Params& params, DLDevice device) {
   WgmmaParams p;
   static_cast<W4Params&>(p) = params;
   constexpr auto kernel = w4a16_wgmma_kernel<T, Tile>;
-  // An SM has 1 KB of shared memory more than a CTA may have, and keeps as much for each CTA.
+  // An SM has 1 KB of shared memory more than a CTA may have, and reserves as much for each CTA. 512: half of a CTA's
+  // static shared memory, which is below 1 KB; raise_shared_limit() has left out the other half.
   const int limit = (raise_shared_limit<kernel>(device) + 1024) / Tile::occupancy - 1024 - (Tile::occupancy - 1) * 512;
   const int tiles = (p.tokens + Tile::tokens - 1) / Tile::tokens;
   p.row_tiles = (p.outputs + Tile::rows - 1) / Tile::rows;
@@ -64,12 +65,13 @@ void launch_tiles(const W4Params& params, DLDevice device) {
 }
 
 // ctas: persistent CTAs, of which each SM must have room for one. p.partial has memory for a flag of each and its sums.
-// p.splits: 2 for a pair of CTAs for each tile.
+// p.splits: 2 for a pair of CTAs for each tile, else 1.
 template <typename T, typename Tile>
 void launch_stream(const W4Params& params, int ctas, DLDevice device) {
   using Stream = StreamTile<Tile>;
   StreamParams p;
   static_cast<W4Params&>(p) = params;
+  if (p.splits > 2) unsupported("more than two slices of K with persistent CTAs");
   constexpr auto kernel = w4a16_stream_kernel<T, Tile>;
   const int limit = raise_shared_limit<kernel>(device);
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);

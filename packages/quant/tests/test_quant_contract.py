@@ -38,6 +38,7 @@ CODES4, SCALE4 = kestrel_quant.int4_quant(X, group_size=4)
 W4 = kestrel_quant.pack_w4(torch.ones(6, 12), 4)
 W4A = kestrel_quant.pack_w4(torch.ones(6, 12), 4, symmetric=False)
 WORDS, GROUPS = torch.zeros(2, 8, dtype=torch.int32), torch.ones(2, 8)  # GPTQ: K = 16, N = 8, G = 8
+CT_WORDS, CT_SCALES = torch.zeros(8, 2, dtype=torch.int32), torch.ones(8, 2)  # K = 16, N = 8, G = 8
 AWQ_WORDS, AWQ_ZEROS = torch.zeros(16, 1, dtype=torch.int32), torch.full((2, 1), -0x77777778, dtype=torch.int32)
 
 
@@ -175,6 +176,7 @@ BAD_INPUTS = {
         BadInput("residual in fp16", "residual", call(X, W4, residual=torch.ones(3, 6).half()), TypeError, "float16"),
         BadInput("out in bf16", "out", call(X, W4, out=torch.ones(3, 6).bfloat16()), TypeError, "float32"),
     ],
+    "w4a16_token_covers": [BadInput("plain weight", "w", call(X), TypeError, "W4Weight")],
     "w4_from_gptq": [
         BadInput("words in int64", "qweight", call(WORDS.long(), GROUPS), TypeError, "int32"),
         BadInput("scales of other rows", "scales", call(WORDS, torch.ones(2, 7)), ValueError, "(any, 8)"),
@@ -195,7 +197,41 @@ BAD_INPUTS = {
         BadInput("scales of other rows", "scales", call(AWQ_WORDS, GROUPS[:, :4], AWQ_ZEROS), ValueError, "(any, 8)"),
         BadInput("no zeros", "qzeros", call(AWQ_WORDS, GROUPS, None), TypeError, "tensor"),
         BadInput("zeros of other groups", "qzeros", call(AWQ_WORDS, GROUPS, AWQ_WORDS), ValueError, "(2, 1)"),
+        BadInput("words of the gemv layout", "scales", call(AWQ_WORDS.t().contiguous(), GROUPS, AWQ_ZEROS), ValueError),
         BadInput("to float64", "dtype", call(AWQ_WORDS, GROUPS, AWQ_ZEROS, dtype=torch.float64), ValueError),
+    ],
+    "w4_from_compressed_tensors": [
+        BadInput("codes as bytes", "weight_packed", call(CT_WORDS.byte(), CT_SCALES), TypeError, "int32"),
+        BadInput("experts", "weight_packed", call(CT_WORDS[None], CT_SCALES), ValueError, "2-D"),
+        BadInput("one scale", "weight_scale", call(CT_WORDS, torch.ones(1)), ValueError, "2-D"),
+        BadInput("scales of other rows", "weight_scale", call(CT_WORDS, torch.ones(7, 2)), ValueError, "(8, any)"),
+        BadInput("odd groups", "weight_scale", call(CT_WORDS, torch.ones(8, 16)), ValueError, "divides"),
+        BadInput("scales in float64", "weight_scale", call(CT_WORDS, CT_SCALES.double()), TypeError, "float64"),
+        BadInput(
+            "zeros that are not packed", "weight_zero_point", call(CT_WORDS, CT_SCALES, CT_SCALES.char()), TypeError
+        ),
+        BadInput("zeros along K", "weight_zero_point", call(CT_WORDS, CT_SCALES, CT_WORDS), ValueError, "(1, 2)"),
+        BadInput(
+            "one group", "weight_g_idx", call(CT_WORDS, CT_SCALES, None, torch.zeros(16).int()), ValueError, "8 times"
+        ),
+        BadInput("short g_idx", "weight_g_idx", call(CT_WORDS, CT_SCALES, None, torch.arange(8)), ValueError, "(16,)"),
+        BadInput(
+            "shape of 8 bits",
+            "weight_shape",
+            call(CT_WORDS, CT_SCALES, weight_shape=torch.tensor([8, 8])),
+            ValueError,
+            "4 bits",
+        ),
+        BadInput(
+            "shape of other rows",
+            "weight_shape",
+            call(CT_WORDS, CT_SCALES, weight_shape=torch.tensor([9, 16])),
+            ValueError,
+        ),
+        BadInput(
+            "shape as a tuple", "weight_shape", call(CT_WORDS, CT_SCALES, weight_shape=(8, 16)), TypeError, "tensor"
+        ),
+        BadInput("to float64", "dtype", call(CT_WORDS, CT_SCALES, dtype=torch.float64), ValueError),
     ],
 }
 KERNELS = ("fp8_quant", "fp8_dequant", "int8_quant", "int8_dequant", "int4_quant", "int4_dequant")
@@ -213,6 +249,7 @@ GOOD_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "w4a16_token": ((X, W4, None), {"norm_weight": None, "activation": "silu_and_mul", "out": None}),
     "w4_from_gptq": ((WORDS, GROUPS, None, None), {"checkpoint_format": "gptq", "dtype": None}),
     "w4_from_awq": ((AWQ_WORDS, GROUPS, AWQ_ZEROS), {"dtype": None}),
+    "w4_from_compressed_tensors": ((CT_WORDS, CT_SCALES, None, None), {"weight_shape": None, "dtype": None}),
 }
 ODD_VALUES = [
     None, True, 0, -1, 3, 2.5, float("nan"), "row", [1], torch.float16, X, X.t(), X[0], X[:0], X.half(), X.double(),

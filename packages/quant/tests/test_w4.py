@@ -1,4 +1,4 @@
-"""4-bit weights: packing, the linear layer, and checkpoints packed with the formulas of GPTQ's and AWQ's libraries."""
+"""4-bit weights: packing, the linear layer, and checkpoints packed with the formulas of their libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
-from kestrel_quant import W4Weight, pack_w4, w4_from_awq, w4_from_gptq, w4a16_linear, w4a16_token
+from kestrel_quant import (
+    W4Weight,
+    pack_w4,
+    w4_from_awq,
+    w4_from_compressed_tensors,
+    w4_from_gptq,
+    w4a16_linear,
+    w4a16_token,
+)
 from kestrel_quant._w4_layout import pack_codes, unpack_codes
 from kestrel_quant.w4a16 import _w4a16_linear, from_codes
 
@@ -265,13 +273,16 @@ def test_gptq_checkpoints_keep_their_values(columns: int, group: int, version: s
     assert torch.equal(packed.dequantize(), dequantised(codes, scales, zeros, g_idx)[0])
 
 
-def test_a_zero_point_of_sixteen_is_kept() -> None:
-    """The older format stores it as 15, and AutoGPTQ adds the one back after the four bits are cut out."""
-    codes, scales, zeros = checkpoint(32, 8, 16, torch.float16)
-    zeros[1, 3] = 16
-    packed = w4_from_gptq(gptq_words(codes), scales, gptq_zeros(zeros - 1))
-    expected, _ = dequantised(codes, scales, zeros, torch.arange(32) // 16)
-    assert torch.equal(packed.dequantize(), expected)
+@pytest.mark.parametrize("rows", [8, 16, 24])
+def test_a_zero_point_of_zero_borrows_from_the_next_one(rows: int) -> None:
+    """GPTQModel makes the older format of the newer one: qzeros -= 0x11111111, of whole words."""
+    codes, scales, zeros = checkpoint(32, rows, 16, torch.float16, "zero too")
+    zeros[0, :8] = torch.tensor([0, 0, 15, 0, 1, 8, 15, 0])
+    zeros[1, :8] = torch.tensor([15, 7, 1, 1, 8, 2, 3, 1])
+    words = (gptq_zeros(zeros).long() - 0x11111111 + 2**31) % 2**32 - 2**31  # of 32 bits
+    packed = w4_from_gptq(gptq_words(codes), scales, words.int())
+    assert torch.equal(packed.zeros, zeros.short())
+    assert torch.equal(packed.dequantize(), dequantised(codes, scales, zeros, torch.arange(32) // 16)[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -285,12 +296,64 @@ def test_awq_checkpoints_keep_their_values(columns: int, group: int, zeros: str,
     assert torch.equal(packed.dequantize(), dequantised(codes, scales, points, torch.arange(columns) // group)[0])
 
 
+def compressed(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, g_idx: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """Codes and zero points 0..15, [K, N] and [K/G, N], as the tensors of pack-quantized compressed-tensors.
+
+    pack_to_int32 adds 8 to values -8..7 and fills words from the lowest nibble on, along K and, of zero points, along
+    N; what completes the last word is 0.
+    """
+    columns, rows = codes.shape
+    parts = {"weight_packed": gptq_words(F.pad(codes, (0, 0, 0, -columns % 8))).t(), "weight_scale": scales.t()}
+    if zeros is not None:
+        parts["weight_zero_point"] = gptq_zeros(F.pad(zeros, (0, -rows % 8))).t()
+    if g_idx is not None:
+        parts["weight_g_idx"] = g_idx
+    return {name: part.contiguous() for name, part in parts.items()} | {"weight_shape": torch.tensor([rows, columns])}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zeros", ["none", "eight", "zero too"])
+@pytest.mark.parametrize("rows", [9, 24])
+@pytest.mark.parametrize(("columns", "group"), [*GROUPS, (20, 20), (36, 12)])
+def test_compressed_tensors_keep_their_values(
+    columns: int, group: int, rows: int, zeros: str, dtype: torch.dtype
+) -> None:
+    codes, scales, points = checkpoint(columns, rows, group, dtype, "eight" if zeros == "none" else zeros)
+    packed = w4_from_compressed_tensors(**compressed(codes, scales, None if zeros == "none" else points))
+    assert (packed.shape, packed.group_size) == ((rows, columns), group)
+    assert (packed.zeros is None) == (zeros != "zero too")
+    assert torch.equal(packed.dequantize(), dequantised(codes, scales, points, torch.arange(columns) // group)[0])
+
+
+def test_words_that_compressed_tensors_packed_are_read() -> None:
+    """Words that pack_to_int32 of compressed-tensors 0.20 made: of codes along K, of zero points along N."""
+    codes, zeros = [-8, -7, -1, 0, 1, 5, 6, 7, 3, -2], [-7, 0, 5]
+    words = torch.tensor([[-19298544, 107]] * 3, dtype=torch.int32)
+    points, shape = torch.tensor([[3457]], dtype=torch.int32), torch.tensor([3, 10])
+    packed = w4_from_compressed_tensors(words, torch.full((3, 1), 2.0), points, weight_shape=shape)
+    assert packed.dequantize().tolist() == [[2.0 * (code - zero) for code in codes] for zero in zeros]
+
+
+@pytest.mark.parametrize("unset", [[-1] * 32, [*range(31), -1]])
+def test_an_order_that_is_not_set_is_that_of_the_columns(unset: list[int]) -> None:
+    codes, scales, zeros = checkpoint(32, 8, 16, torch.float16)
+    packed = w4_from_compressed_tensors(**compressed(codes, scales, zeros, torch.tensor(unset)))
+    assert packed.permutation is None
+    assert torch.equal(packed.dequantize(), dequantised(codes, scales, zeros, torch.arange(32) // 16)[0])
+
+
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_an_activation_order_is_kept_as_a_permutation(symmetric: bool) -> None:
-    """GPTQ with desc_act: the rows of K keep their places, and g_idx names the group of each."""
+@pytest.mark.parametrize("library", ["gptq", "compressed-tensors"])
+def test_an_activation_order_is_kept_as_a_permutation(library: str, symmetric: bool) -> None:
+    """GPTQ with desc_act: the columns keep their places, and g_idx names the group of each."""
     codes, scales, zeros = checkpoint(128, 24, 32, torch.bfloat16, "eight" if symmetric else "any")
     g_idx = (torch.randperm(128, generator=torch.Generator().manual_seed(1)) // 32).to(torch.int32)
-    packed = w4_from_gptq(gptq_words(codes), scales, gptq_zeros(zeros - 1), g_idx)
+    if library == "gptq":
+        packed = w4_from_gptq(gptq_words(codes), scales, gptq_zeros(zeros - 1), g_idx)
+    else:
+        packed = w4_from_compressed_tensors(**compressed(codes, scales, None if symmetric else zeros, g_idx))
     in_dtype, exact = dequantised(codes, scales, zeros, g_idx.long())
     assert packed.permutation is not None
     assert torch.equal(packed.dequantize(), in_dtype)
@@ -325,6 +388,7 @@ def test_checkpoints_take_the_dtype_that_is_asked_for(dtype: torch.dtype | None)
     for packed in (
         w4_from_gptq(gptq_words(codes), scales, gptq_zeros(zeros - 1), dtype=dtype),
         w4_from_awq(awq_words(codes), scales, awq_words(zeros), dtype=dtype),
+        w4_from_compressed_tensors(**compressed(codes, scales, zeros), dtype=dtype),
     ):
         assert packed.dtype == packed.dequantize().dtype == (dtype or torch.float16)
 

@@ -303,6 +303,17 @@ def test_the_planned_kernel_is_as_close_as_torch(
     assert_close_to_f64(w4a16_linear(x, w), F.linear(x.double(), exact_weight), baseline)
 
 
+@pytest.mark.parametrize("splits", [3, 8])
+def test_persistent_ctas_refuse_more_than_two_slices(splits: int) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("wgmma is of sm_90")
+    w, x, scratch = weight(1024, 1024, 128, torch.bfloat16), random(64, 1024), torch.zeros(1 << 22, device="cuda")
+    out = torch.full((64, 1024), torch.nan, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(UnsupportedError, match="more than two slices"):
+        kernels.w4a16_linear(out, x, w.codes, w.scales, w.zeros, 128, None, scratch, 0, splits, 32)
+    assert bool(out.isnan().all())
+
+
 @pytest.mark.parametrize(
     ("n", "k", "group", "dtype"),
     [(6, 12, 4, torch.bfloat16), (16, 64, 32, torch.float32), (12, 64, 64, torch.float16), (16, 96, 48, torch.float16)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -215,7 +216,8 @@ def test_the_memory_for_sums_is_bounded() -> None:
     assert plan(64, 1 << 20, 64, 0).scratch == 1 << 23
 
 
-@pytest.mark.parametrize(("leading", "permuted"), [((2, 3), True), ((MOST + 1,), True), ((MOST + 1,), False)])
+@pytest.mark.parametrize("leading", [(MOST + 1,), (2, MOST)])
+@pytest.mark.parametrize("permuted", [True, False])
 def test_a_bad_argument_is_named_before_a_launch(kernels: Kernels, leading: tuple[int, ...], permuted: bool) -> None:
     w = packed(permuted=permuted)
     for wrong in ({"x": activations(*leading, K - 8)}, {"bias": activations(N + 1)}):
@@ -233,6 +235,32 @@ def test_a_bad_argument_is_named_before_a_launch(kernels: Kernels, leading: tupl
 def test_a_shape_that_two_dimensions_hide_is_refused_before_a_launch(kernels: Kernels, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=rf"w4a16_linear: argument 'out': expected shape \(2, 3, {N}\)"):
         launch(activations(2, 3, K), packed(), out=torch.empty(shape).bfloat16())
+    assert kernels.calls == []
+
+
+@pytest.mark.parametrize("leading", [(5,), (2, 3)])
+def test_an_order_of_columns_is_not_checked_in_python_at_every_call(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, leading: tuple[int, ...]
+) -> None:
+    w, x = packed(permuted=True), activations(*leading, K)
+    monkeypatch.setattr(module, "_check_arguments", lambda *_: pytest.fail("the entry point would have seen it"))
+    assert torch.equal(launch(x, w), expected(x, w, None))
+
+
+def test_what_a_copy_of_columns_hides_is_refused_before_a_launch(kernels: Kernels) -> None:
+    w, x = packed(permuted=True), activations(5, K)
+    wrong = [
+        (activations(5, K + 8), w, r"'x': expected a last dimension of 128"),
+        (activations(K, 5).t(), w, r"'x': expected a contiguous last dimension"),
+        (x, replace(w, permutation=w.permutation[:-8]), r"'w': expected shape \(128,\)"),
+        (x, replace(w, permutation=w.permutation.int()), r"'w': expected dtype int64"),
+    ]
+    for given, weight, message in wrong:
+        with pytest.raises((ValueError, TypeError), match=f"w4a16_linear: argument {message}"):
+            launch(given, weight)
+    memory = torch.zeros(5 * K).bfloat16()
+    with pytest.raises(ValueError, match="w4a16_linear: argument 'out': expected a tensor to write"):
+        launch(memory.view(5, K), w, out=memory[: 5 * N].view(5, N))
     assert kernels.calls == []
 
 

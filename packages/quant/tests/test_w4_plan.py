@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+from kestrel_quant import _w4_plan
 from kestrel_quant._w4_plan import MAX_STREAM_CTAS, STREAM_TILES, TILES, Plan, Tile, plan
+
+CSRC = Path(__file__).parents[1] / "csrc"
 
 SMS = 132
 SHAPES = [
@@ -113,3 +119,29 @@ def test_up_to_64_tokens_and_of_small_weights_up_to_128_have_tiles_of_their_own(
 def test_slices_of_the_kernel_of_few_tokens_have_memory_or_are_a_cluster(sms: int) -> None:
     assert plan(16, 512, 512, sms).scratch == (0 if sms else 8 * 16 * 512)
     assert plan(17, 512, 512, sms).scratch == 8 * 17 * 512
+
+
+@pytest.mark.parametrize(("function", "tiles"), [("launch_group(", TILES), ("launch_group_stream(", STREAM_TILES)])
+def test_the_number_of_a_tile_names_the_kernel_of_its_size(function: str, tiles: tuple[Tile, ...]) -> None:
+    source = (CSRC / "w4a16_wgmma_launch.cuh").read_text(encoding="utf-8")
+    body = source[source.index(f"void {function}") :].partition("\n}\n")[0]
+    cases = re.findall(r"case (\d+):\s+return launch\(WgmmaTile<([\w, ]+)>\(\)\);", body)
+    assert [int(number) for number, _ in cases] == list(range(len(tiles)))
+    for (_, arguments), tile in zip(cases, tiles, strict=True):
+        tokens, _, m_blocks, warpgroups, _, _, ctas, _ = arguments.split(", ")
+        assert (int(tokens), 64 * int(m_blocks) * int(warpgroups), int(ctas)) == (tile.tokens, tile.rows, tile.ctas)
+
+
+@pytest.mark.parametrize(
+    ("constant", "file", "of_plan"),
+    [
+        ("kMaxSplits", "w4a16.cuh", _w4_plan.SPLITS),
+        ("kMaxTokens", "w4a16.cu", _w4_plan.MMA_TOKENS),
+        ("kStep", "w4a16.cuh", _w4_plan._K_STEP),
+        ("kMaxStreamCtas", "w4a16_stream.cuh", MAX_STREAM_CTAS),
+    ],
+)
+def test_the_plan_has_the_limits_of_the_kernels(constant: str, file: str, of_plan: int) -> None:
+    found = re.search(rf"constexpr int {constant} = (\d+);", (CSRC / file).read_text(encoding="utf-8"))
+    assert found is not None
+    assert int(found[1]) == of_plan

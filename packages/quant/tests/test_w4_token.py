@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from kestrel_quant import W4Weight, pack_w4, reference, w4a16_linear, w4a16_token
+from kestrel_quant import W4Weight, pack_w4, reference, w4a16_linear, w4a16_token, w4a16_token_covers
 from kestrel_quant.w4a16 import from_codes
 from kestrel_runtime import UnsupportedError
 
@@ -141,3 +142,31 @@ def test_a_shape_that_two_dimensions_hide_is_refused_before_the_kernel(launch, n
     given = {"residual": torch.ones(1, 1, N), "out": torch.ones(1, 1, N), name: torch.ones(shape)}
     with pytest.raises(ValueError, match=rf"w4a16_token: argument '{name}': expected shape \(1, 1, {N}\)"):
         launch(torch.ones(1, 1, K), made(), **given)
+
+
+def weight_of(n: int, k: int, group: int, dtype: torch.dtype = torch.bfloat16) -> W4Weight:
+    """A weight without values."""
+    w = from_codes(torch.ones(16, 64, dtype=torch.int64), torch.ones(16, 1, dtype=dtype), 64)
+    return replace(w, shape=(n, k), group_size=group)
+
+
+@pytest.mark.parametrize(
+    ("w", "options", "covers"),
+    [
+        pytest.param(weight_of(32, 256, 128), {"norm": True, "gated": True}, True, id="tiles of both halves"),
+        pytest.param(weight_of(16, 256, 256, torch.float16), {}, True, id="one tile"),
+        pytest.param(weight_of(16, 256, 128), {"gated": True}, False, id="half a tile of each half"),
+        pytest.param(weight_of(24, 256, 128), {}, False, id="half a tile more"),
+        pytest.param(weight_of(16, 192, 192), {}, True, id="whole rows"),
+        pytest.param(weight_of(16, 256, 64), {}, False, id="groups of 64"),
+        pytest.param(weight_of(16, 256, 128, torch.float32), {}, False, id="float32"),
+        pytest.param(weight_of(16, 252, 252), {}, False, id="K of 252"),
+        pytest.param(weight_of(16, 8192, 128), {"norm": True}, True, id="the widest norm"),
+        pytest.param(weight_of(16, 8320, 128), {"norm": True}, False, id="a wider norm"),
+        pytest.param(weight_of(16, 8320, 128), {}, True, id="a wider row"),
+        pytest.param(weight_of(16, 40064, 128), {}, False, id="a row beyond shared memory"),
+        pytest.param(replace(weight_of(16, 256, 128), permutation=torch.arange(256)), {}, False, id="permuted"),
+    ],
+)
+def test_the_weights_that_the_kernel_takes(w, options, covers):
+    assert w4a16_token_covers(w, **options) is covers

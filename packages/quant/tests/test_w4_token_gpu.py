@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kestrel_quant import W4Weight, reference, w4a16_token
+from kestrel_quant import W4Weight, reference, w4a16_token, w4a16_token_covers
 from kestrel_quant.w4a16 import from_codes
 from kestrel_runtime import UnsupportedError
 from kestrel_runtime.testing import (
@@ -72,6 +72,7 @@ def test_the_result_is_rounded_once(n: int, k: int, group: int, dtype: torch.dty
                 approximate = "tanh" if "tanh" in activation else "none"
                 product = (F.silu(h) if activation == "silu_and_mul" else F.gelu(h, approximate=approximate)) * g
             wanted = product if residual is None else product + residual.double()
+            assert w4a16_token_covers(w, norm=bool(norm), gated=activation != "none")
             out, assert_intact = canary((1, results), dtype, "cuda")
             assert w4a16_token(x, w, bias, activation=activation, residual=residual, out=out, **norm) is out
             error = (out.double() - wanted).abs() - (0.51 * eps * wanted.abs() + of_product)
@@ -140,5 +141,7 @@ def test_it_waits_for_the_launch_before() -> None:
     ],
 )
 def test_other_calls_have_no_kernel(x: tuple[int, int], shape: tuple[int, int, int], reason: str) -> None:
+    w = weight(*shape, torch.bfloat16, True)
     with pytest.raises(UnsupportedError, match=reason):
-        w4a16_token(random(*x), weight(*shape, torch.bfloat16, True))
+        w4a16_token(random(*x), w)
+    assert w4a16_token_covers(w) == (x[0] > 1)

@@ -72,8 +72,8 @@ def exact(
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Within one unit in the last place, or, where x*c - y*s cancels, within float32's rounding of the terms."""
-    near = (got.float() - want.float()).abs() <= 7 * 2**-24 * want.float().abs().amax().clamp(min=1)
+    """Within one unit in the last place, or, where x*c - y*s cancels, within float32's rounding of the row's terms."""
+    near = (got.float() - want.float()).abs() <= 7 * 2**-24 * want.float().abs().amax(-1, keepdim=True).clamp(min=1)
     assert bool((near | (ulp_distance(got, want) <= 1)).all())
 
 

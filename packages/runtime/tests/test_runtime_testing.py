@@ -8,6 +8,7 @@ import tempfile
 import threading
 import types
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kestrel_runtime import UnsupportedError, check, current_backend, kernel_op, registry, testing
+from kestrel_runtime import Binary, Manifest, UnsupportedError, check, current_backend, kernel_op, registry, testing
 from kestrel_runtime.testing import BadInput, RandomCase
 
 FAMILY = "kestrel_testingtest"
@@ -88,6 +89,14 @@ def test_an_entry_point_that_accepts_or_differs_from_the_check_fails(raised, sai
     monkeypatch.setattr("kestrel_runtime.testing.contract.skip_without_binary", lambda family: None)
     with pytest.raises(AssertionError, match=said):
         testing.contract._assert_launch_refuses(record, BAD[1])
+
+
+@pytest.mark.parametrize(("archs", "skips"), [(None, True), ((), True), (("90a",), False)])
+def test_entry_points_are_tested_where_a_binary_holds_kernels(archs, skips, monkeypatch) -> None:
+    manifest = None if archs is None else Manifest(FAMILY, archs, (), False)
+    monkeypatch.setattr(Binary, "manifest", manifest)
+    with pytest.raises(pytest.skip.Exception) if skips else nullcontext():
+        testing.skip_without_binary(FAMILY)
 
 
 def test_an_op_that_writes_before_it_refuses_fails() -> None:

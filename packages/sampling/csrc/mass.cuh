@@ -31,6 +31,10 @@ __device__ __forceinline__ float exp2_poly(float x) {
 
 constexpr int kTile = 128;  // elements that a warp processes together, four a lane
 
+// A histogram has 32 bins for each octave of weights: for probabilities the upper 5 of the 23 mantissa bits.
+constexpr int kLog2BinsPerOctave = 5, kBinShift = 23 - kLog2BinsPerOctave;
+constexpr float kBinsPerOctave = 1 << kLog2BinsPerOctave, kOctavesPerBin = 1.f / kBinsPerOctave;
+
 // The mass of an element is its weight times a power of two, rounded to an integer below 2^43. No sum over a row
 // reaches 2^60. Rows whose largest weight lies in [2^-length_bits, 1], that is all distributions, use one common power,
 // so that their masses can be summed before the largest weight is known.
@@ -105,30 +109,30 @@ struct WeightFn {
     anchor = __float_as_int(top);
   }
 
-  // No element below this value has mass: masses are below 2^43, those of weights of 2^-45 of the largest below 1/4.
+  // No element below this value has mass: masses are below 2^43, so that one 45 octaves below the largest is below 1/4.
+  static constexpr int kOctavesOfMass = 45;
   __device__ __forceinline__ float zero_mass_below() const {
-    if constexpr (!logits) return top * 0x1p-45f;
-    return slope < 1e37f ? top - __fdividef(45.f, slope) : -INFINITY;
+    if constexpr (!logits) return top * (1.f / (u64{1} << kOctavesOfMass));
+    return slope < 1e37f ? top - __fdividef(static_cast<float>(kOctavesOfMass), slope) : -INFINITY;
   }
 
-  // The histogram bin of a value: its distance below the largest (or below 1) in 32nds of an octave of its weight,
-  // for probabilities the upper 5 of the 23 mantissa bits. 0 to `last`.
+  // The histogram bin of a value, 0 to `last`: its distance below the largest, or below 1.
   __device__ __forceinline__ int bin(float v, int last) const {
     if constexpr (logits) {
-      const float steps = (top - v) * slope * 32.f;
+      const float steps = (top - v) * slope * kBinsPerOctave;
       return steps < static_cast<float>(last) ? static_cast<int>(steps) : last;
     } else {
-      return v > 0.f ? max(0, min((anchor - __float_as_int(v)) >> 18, last)) : last;
+      return v > 0.f ? max(0, min((anchor - __float_as_int(v)) >> kBinShift, last)) : last;
     }
   }
   // The approximate lower end of a bin, and the weight of an element in it.
   __device__ __forceinline__ float bin_end(int bin) const {
-    if constexpr (logits) return top - __fdividef(static_cast<float>(bin + 1) * 0.03125f, slope);
-    return __int_as_float(anchor - ((bin + 1) << 18) + 1);
+    if constexpr (logits) return top - __fdividef(static_cast<float>(bin + 1) * kOctavesPerBin, slope);
+    return __int_as_float(anchor - ((bin + 1) << kBinShift) + 1);
   }
   __device__ __forceinline__ float bin_weight(int bin) const {
-    if constexpr (logits) return ptx::ex2_approx_ftz(-(static_cast<float>(bin) + 0.5f) * 0.03125f);
-    return __int_as_float(anchor - (bin << 18) - (1 << 17));
+    if constexpr (logits) return ptx::ex2_approx_ftz(-(static_cast<float>(bin) + 0.5f) * kOctavesPerBin);
+    return __int_as_float(anchor - (bin << kBinShift) - (1 << (kBinShift - 1)));
   }
 };
 

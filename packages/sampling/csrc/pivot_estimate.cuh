@@ -19,7 +19,11 @@ struct PivotEstimate {
   int length;  // of the row
 
   static constexpr int kBinsPerThread = kBins / kHistogramThreads;
-  static constexpr float kSigmas = 3.5f;
+  static constexpr float kSigmas = 3.5f;  // a pivot is on the wrong side once in 4000 rows, which costs another pass
+  // About half a bin, 2^(1/64): what a weight may be off bin_weight().
+  static constexpr float kWeightError = 0.015f;
+  // Added to a count that serves as its own variance: few samples may be too few by chance.
+  static constexpr float kSpareSamples = 4.f;
 
   // This thread's bins, summed over the blocks of the cluster.
   __device__ __forceinline__ void load_bins(u32 (&count)[kBinsPerThread]) const {
@@ -106,8 +110,7 @@ struct PivotEstimate {
 #pragma unroll
       for (int b = kBinsPerThread - 1; b >= 0; --b) {
         const int bin = threadIdx.x * kBinsPerThread + b;
-        // 1.5 %: about half a bin, which a weight may be off bin_weight
-        const float margin = allowed - 1.015f * below, excess = 0.985f * below - allowed;
+        const float margin = allowed - (1.f + kWeightError) * below, excess = (1.f - kWeightError) * below - allowed;
         if (margin >= 0.f && margin * margin >= variance_factor * squares_below) low = bin;
         if (excess > 0.f && excess * excess > variance_factor * squares_below) high = max(high, bin);
         const float w = weight_fn.bin_weight(bin), n = static_cast<float>(count[b]) * w;
@@ -131,7 +134,7 @@ struct PivotEstimate {
     const float goal = static_cast<float>(k) * part, variance_factor = kSigmas * kSigmas * (1.f - part);
     // A list of all elements down to the low pivot also serves a top-p that follows, if it is short enough.
     const bool list_from_top =
-        goal + 2.f * kSigmas * sqrtf(goal + 4.f) < part * 0.5f * static_cast<float>(max_candidates);
+        goal + 2.f * kSigmas * sqrtf(goal + kSpareSamples) < part * 0.5f * static_cast<float>(max_candidates);
     int low = kBins, high = -1;
     if (threadIdx.x < kHistogramThreads) {
 #pragma unroll
@@ -140,7 +143,7 @@ struct PivotEstimate {
         const float over = before - goal;
         const int bin = threadIdx.x * kBinsPerThread + b;
         if (low == kBins && over >= 0.f && over * over >= variance_factor * before) low = bin;
-        if (!list_from_top && over < 0.f && over * over > variance_factor * (before + 4.f)) high = bin;
+        if (!list_from_top && over < 0.f && over * over > variance_factor * (before + kSpareSamples)) high = bin;
       }
     }
     send_pivots(Measure::count, low, high);

@@ -19,10 +19,11 @@ constexpr int kPlainThreads = 640, kMaxRejectionWarps = kPlainThreads / 32;  // 
 
 // Architectures other than sm_90 would spill with more.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
-constexpr int kPlainSumTiles = kChunkTiles,
-              kFloatSumLoads = 2;  // the latter of sums in other blocks, for probabilities
+constexpr int kPlainSumTiles = kChunkTiles;
+constexpr int kFloatSumLoads = 2;  // of probabilities, in sums for another block
 #else
-constexpr int kPlainSumTiles = 2, kFloatSumLoads = 1;
+constexpr int kPlainSumTiles = 2;
+constexpr int kFloatSumLoads = 1;
 #endif
 
 // plain: the first pass copies the row to shared memory if it fits. Further passes over the row read the copy, or L2.
@@ -231,7 +232,9 @@ struct RejectionSampler {
     return first;
   }
 
-  // The masses of what remains.
+  // The masses of what remains. An element adds up to 2^23 to `upper` and up to 2^20 to `lower`, a warp 512 elements at
+  // most: a sum of `lower` fits into 32 bits, one of `upper` does not and is added in halves. read() need not do so:
+  // weights of at most 1 add up to 2^22.
   __device__ __forceinline__ void sum_masses() {
     constexpr int mass_tiles = windowed ? tiles : 1, size = 4 * mass_tiles;
     group_mass = 0;
@@ -425,6 +428,7 @@ struct RejectionSampler {
         off += bin >= own ? weight * __fdividef(0.5f, least) : 0.f;
       }
     }
+    // 1 % and 2^-18 are for the rounding of these float sums.
     sum = warp_float_sum(sum), off = 1.01f * warp_float_sum(off) + 0x1p-18f * sum;
     same = sum + fmaxf(warp_float_sum(same) - value * window.unit, 0.f);
     const float unit = __fdividef(1.f, window.unit);

@@ -31,10 +31,10 @@ struct RejectionSplit : Split {
 };
 
 // filtered: top-p may reject proposals, which takes more passes over the row. The blocks then hold the row in shared
-// memory if it fits; if it does not, and there are many rows, the first pass is `of_many`.
+// memory if it fits; if it does not, and there are many rows, the first pass is `first_pass_of_many_rows`.
 // stage_bytes: of a warp, where rows have windows.
-RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool filtered, FirstPass of_many,
-                                   size_t stage_bytes, SplitRequest request) {
+RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool filtered,
+                                   FirstPass first_pass_of_many_rows, size_t stage_bytes, SplitRequest request) {
   const int64_t sms = num_sms(device), rows = params.num_rows;
   const size_t max_bytes = max_smem_bytes(device);
   const int chunk = kChunkTiles * kTile, chunks = (params.length + chunk - 1) / chunk;
@@ -50,14 +50,14 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
     const bool fits = copy_to_smem && own + copy <= max_bytes;
     return RejectionSplit{{cluster_size, warps * 32, fits, own + (fits ? copy : 0)}, first_pass};
   };
-  // Clusters of four and eight blocks do not fill all multiprocessors.
+  // Clusters of four and eight blocks do not fill all multiprocessors: those of a GPC need not be a multiple of four.
   const auto fit_in_one_wave = [&](int cluster_size) {
     return cluster_size * rows <= (cluster_size > 2 ? sms * 3 / 4 : sms);
   };
   if (!has_clusters(device)) request.cluster_size = 1;
   if (request.cluster_size || request.threads) {
     const int cluster_size = std::max(1, request.cluster_size);
-    const FirstPass first_pass = cluster_size * rows > sms ? of_many : FirstPass::plain;
+    const FirstPass first_pass = cluster_size * rows > sms ? first_pass_of_many_rows : FirstPass::plain;
     const int most = max_threads(first_pass), threads = request.threads ? std::min(request.threads, most) : most;
     return split_into(first_pass, cluster_size, threads, filtered && first_pass == FirstPass::plain);
   }
@@ -67,10 +67,11 @@ RejectionSplit split_for_rejection(const Params& params, DLDevice device, bool f
     if (split.in_smem && fit_in_one_wave(cluster_size)) return split;
   }
   // Without shared memory two blocks share a multiprocessor, unless they are too few and read a row more than once.
-  const bool few = of_many == FirstPass::plain && filtered && rows <= sms;
+  // Clusters of four then fill two thirds of the places for blocks, clusters of two half of them.
+  const bool few = first_pass_of_many_rows == FirstPass::plain && filtered && rows <= sms;
   const int cluster_size = 3 * rows <= sms && !few ? 4 : 2 * rows <= sms ? 2 : 1;
-  return split_into(of_many, cluster_size, few ? kPlainThreads : std::min(max_threads(of_many), kPlainThreads / 2),
-                    /*copy_to_smem=*/false);
+  const int threads = few ? kPlainThreads : std::min(max_threads(first_pass_of_many_rows), kPlainThreads / 2);
+  return split_into(first_pass_of_many_rows, cluster_size, threads, /*copy_to_smem=*/false);
 }
 
 template <Kind kind>
@@ -84,10 +85,10 @@ void launch_rejection_rows(Params params, DLDevice device, SplitRequest request)
   const bool filtered = params.top_p.values || params.top_p.value < 1.f;
   const int64_t bytes = int64_t{params.num_rows} * params.length * (params.dtype == kRowFloat32 ? 4 : 2);
   const bool in_l2 = bytes <= device_attribute(cudaDevAttrL2CacheSize, device.device_id);
-  const FirstPass of_many = filtered && !in_l2 ? FirstPass::windowed : FirstPass::plain;
+  const FirstPass first_pass = filtered && !in_l2 ? FirstPass::windowed : FirstPass::plain;  // of many rows
   // Only for probabilities are proposals that a window does not decide summed one at a time.
   const size_t stage_bytes = kind == Kind::probs ? kAsyncBytes<kAsyncTiles> : 0;
-  const RejectionSplit split = split_for_rejection(params, device, filtered, of_many, stage_bytes, request);
+  const RejectionSplit split = split_for_rejection(params, device, filtered, first_pass, stage_bytes, request);
   params.copy_to_smem = split.in_smem;
   constexpr int unit = kChunkTiles * kTile;
   if (!filtered) return launch_slices<rejection_rows<kind, FirstPass::only>>(params, split, unit, device);

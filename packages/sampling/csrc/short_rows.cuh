@@ -14,6 +14,8 @@ namespace kestrel::sampling {
 
 constexpr int kShortThreads = 1024;
 constexpr int kPivots = 4;
+constexpr int kFewCandidates = 64;    // which eight warps compare with one another in one step
+constexpr int kSpareCandidates = 16;  // accepted beyond k, so that the search need not end exactly there
 static_assert(kShortRow / 4 <= kShortThreads && kShortRow < 1 << 16);
 
 struct alignas(16) ShortScratch {
@@ -122,13 +124,13 @@ struct ShortRow {
   // Collects the k largest elements and a few more, in the order of the row, or all elements with mass if those are
   // fewer. top: the largest rank key. Returns the number of candidates.
   __device__ __forceinline__ int collect_candidates(int& k, u32 top) {
-    const int most = min(kMaxSmallK, max(64, k + 16));
+    const int most = min(kMaxSmallK, max(kFewCandidates, k + kSpareCandidates));
     u32 keys[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) keys[e] = rank_key(e);
-    u32 low = 0, high = top + 1;  // fewer than k elements reach high, more than `most` reach low
-    // An octave of positive values is 2^23 keys: half an octave, one and four below the largest, and all with mass.
-    u32 pivot[kPivots] = {high - (1u << 22), high - (1u << 23), high - (1u << 25), 1};
+    u32 low = 0, high = top + 1;       // fewer than k elements reach high, more than `most` reach low
+    constexpr u32 kOctave = 1u << 23;  // keys of an octave of positive values
+    u32 pivot[kPivots] = {high - kOctave / 2, high - kOctave, high - 4 * kOctave, 1};  // the last: all with mass
     int count = 0, chosen = 0;
     u64 of_warps;
 #pragma unroll 1
@@ -161,7 +163,7 @@ struct ShortRow {
         for (int e = 0; e < 4; ++e) {
           keys[e] = keys[e] > low ? ~0u : keys[e] == low ? ~static_cast<u32>(first + e + 1) : 0;
         }
-        low = ~(kShortRow + 1u), high = ~0u;
+        low = ~(kShortRow + 1u), high = ~0u;  // around the keys of all indices
       }
       const u32 step = max(1u, (high - low) / (kPivots + 1));
 #pragma unroll

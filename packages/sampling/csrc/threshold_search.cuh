@@ -198,8 +198,8 @@ struct ThresholdSearch {
         *then_done = false;
         return {range.low, candidate_list().template needed<measure>(range, goal), UINT32_MAX};
       }
-      // First the elements equal to the largest; then interpolation, as if the candidates were uniform; then the
-      // middle.
+      // First the elements equal to the largest; then interpolation, as if the candidates were uniform, so that the
+      // list is filled to 70 %; then the middle.
       const float width = static_cast<float>(range.width());
       high = range.high;
       low = static_cast<int>(static_cast<u32>(range.low) + (range.width() >> 1));

@@ -7,10 +7,13 @@
 namespace kestrel::sampling {
 
 constexpr int kBinBits = 9, kWindowBins = 1 << kBinBits;
-constexpr int kUsualWindowBits = 21;   // a quarter of an octave
-constexpr int kMaxWindowBits = 26;     // a window spans up to 2^26 float bit patterns, eight octaves, around a value,
-constexpr int kTopWindowBits = 27;     // and sixteen below 1
-constexpr int kWindowedThreads = 256;  // of a block with a window, at most
+constexpr int kOctave = 1 << 23;         // float bit patterns
+constexpr int kSearched = 12 * kOctave;  // below the largest element of a sample: where its threshold is searched
+constexpr int kUsualWindowBits = 21;     // a quarter of an octave
+constexpr int kMaxWindowShare = 8;       // the part of a row in a window, inverted: atomics of more would serialise
+constexpr int kMaxWindowBits = 26;       // a window spans up to 2^26 float bit patterns, eight octaves, around a value,
+constexpr int kTopWindowBits = 27;       // and sixteen below 1
+constexpr int kWindowedThreads = 256;    // of a block with a window, at most
 constexpr int kWindowedWarps = kWindowedThreads / 32;
 static_assert(2 * kWindowedThreads >= kWindowBins);
 
@@ -29,7 +32,7 @@ struct Window {
   __device__ __forceinline__ Window(int center, int bits_, int max_count) {
     const int log2_most = min(20, __clz(max_count));
     bits = bits_;
-    while ((1 << bits) > max(1, log2_most - 2) << 23) --bits;
+    while ((1 << bits) > max(1, log2_most - 2) * kOctave) --bits;
     set_unit(center - (1 << (bits - 1)), log2_most);
   }
   // The octaves below 1 of a row of few large elements. Their sum is checked once it is known.
@@ -40,8 +43,9 @@ struct Window {
     return window;
   }
   __device__ __forceinline__ void set_unit(int begin_, int log2_most) {
-    begin = max(begin_, 1 << 23);
+    begin = max(begin_, kOctave);  // the smallest normal number
     const int last_exponent = static_cast<int>((static_cast<u32>(begin) + (1u << bits)) >> 23);
+    // 2^log2_most over 2^(last_exponent - 126), which is above the window. The exponent of a float is biased by 127.
     unit = __int_as_float(max(1, min(254, 253 - last_exponent + log2_most)) << 23);
   }
   __device__ __forceinline__ Window(int one, int other) {
@@ -131,8 +135,9 @@ struct WindowSample {
   static __device__ __forceinline__ float share(float row_sum, int length) {
     return row_sum * __fdividef(kOfWarp, static_cast<float>(length));
   }
-  // Whether the sum of a sample agrees with an expected one. Its error comes from the largest elements, which matter
-  // little to a threshold below them: where it agrees, the expected sum gives the better threshold.
+  // Whether the sum of a sample agrees with an expected one, within some standard deviations and 2 %. Its error comes
+  // from the largest elements, which matter little to a threshold below them: where it agrees, the expected sum gives
+  // the better threshold.
   static __device__ __forceinline__ bool may_be(float expected, float sum, float squares, float deviations) {
     return fabsf(sum - expected) <= deviations * sqrtf(squares) + 0.02f * expected;
   }
@@ -158,11 +163,14 @@ template <typename Slice>
 __device__ __forceinline__ Window adapted_window(const Cluster& cluster, const Slice& row, WindowScratch* scratch,
                                                  const WindowSample& sample, float sum, float squares, float part,
                                                  float expected) {
-  constexpr int kSample = WindowSample::kOfWarp, kMaxInWindow = kSample / 8, kMinEqual = kSample / 16;
-  constexpr int kOctaves = 12 << 23, kMinAbove = 64;
+  constexpr int kSample = WindowSample::kOfWarp, kMaxInWindow = kSample / kMaxWindowShare;
+  constexpr int kMinEqual = kSample / 16;  // elements equal to the threshold that make a window of two values
+  constexpr int kMinAbove = 64;            // elements of the sample above a threshold that is to be trusted
+  constexpr float kFewShare = 0.02f;       // of the sample's sum: a larger element means that few have most of it
+  constexpr int kHalvings = 14;            // of twelve octaves, which leave less than 1/1000 of one
   const int own = threadIdx.x >> 5, num_warps = cluster.warps_per_block;
   const bool is_warp = cluster.lane < num_warps;  // this lane stands for a warp
-  const int top = max(sample.top, 1 << 23);
+  const int top = max(sample.top, kOctave);
   if (cluster.lane == 0)
     scratch->sample_sums[own] = sum, scratch->sample_squares[own] = squares, scratch->sample_tops[own] = top;
   u32 least = static_cast<u32>(top);
@@ -176,20 +184,20 @@ __device__ __forceinline__ Window adapted_window(const Cluster& cluster, const S
   const float total = warp_float_sum(is_warp ? scratch->sample_sums[cluster.lane] : 0.f);
   const float all_squares = warp_float_sum(is_warp ? scratch->sample_squares[cluster.lane] : 0.f);
   // If few elements have most of the mass, the sum of a sample says nothing about that of the row.
-  const bool has_few = __int_as_float(largest) > 0.02f * total;
+  const bool has_few = __int_as_float(largest) > kFewShare * total;
   const bool as_expected = has_few || sample.may_be(num_warps * expected, total, all_squares, 6.f);
   const float below = (1.f - part) * (as_expected ? expected : sum);
   const float unit = __fdividef(0x1p22f, __int_as_float(top));
   const u32 goal = __float2uint_rz(below * unit);
-  int low = max(top - kOctaves, static_cast<int>(least));
+  int low = max(top - kSearched, static_cast<int>(least));
   int step = 1 << (31 - __clz(top + 1 - low));
 #pragma unroll 1
-  for (int n = 0; n < 14 && step > 0; ++n, step /= 2) {
+  for (int n = 0; n < kHalvings && step > 0; ++n, step /= 2) {
     if (low + step > top + 1) continue;
     const float pivot = __int_as_float(low + step);
     if (sample.sum_of(unit, [&](float v) { return v < pivot; }) <= goal) low += step;
   }
-  // The next element of the sample, if there is one.
+  // The next element of the sample; if there is none, the largest or 1/8.
   int threshold = max(largest, __float_as_int(0.125f));
 #pragma unroll
   for (int e = 0; e < WindowSample::kOwn; ++e) {
@@ -256,7 +264,7 @@ __device__ __forceinline__ Window adapted_window(const Cluster& cluster, const S
 template <typename Slice, typename Weight>
 __device__ __forceinline__ Window estimate_window(const Cluster& cluster, const Slice& row, WindowScratch* scratch,
                                                   const Weight& weight_fn, float part, float row_sum) {
-  constexpr int kOctaves = 12 << 23, kMaxSpread = 1 << 22;
+  constexpr int kMaxSpread = kOctave / 2;  // of the thresholds that the warps find
   const WindowSample sample(cluster, row, weight_fn);
   const int num_warps = cluster.warps_per_block, max_count = row.elements_per_warp * num_warps;
   const float unit = __fdividef(0x1p22f, __int_as_float(sample.top));
@@ -266,13 +274,13 @@ __device__ __forceinline__ Window estimate_window(const Cluster& cluster, const 
   const float sum = warp_float_sum(sample.sum), squares = sample.squares();
   if (sample.may_be(expected, sum, squares, 4.f))
     goal = all - min(all, __float2uint_rz((1.f - part) * expected * unit));
-  int low = max(sample.top - kOctaves, 0);
+  int low = max(sample.top - kSearched, 0);
 #pragma unroll 1
-  for (int step = kOctaves / 2; step >= kOctaves / 128; step /= 2) {
+  for (int step = kSearched / 2; step >= kSearched / 128; step /= 2) {  // down to an eleventh of an octave
     const float pivot = __int_as_float(low + step);
     if (sample.sum_of(unit, [&](float v) { return v >= pivot; }) >= goal) low += step;
   }
-  low += kOctaves / 256;
+  low += kSearched / 256;  // the middle of the last step
   const Window of_warp(low, kUsualWindowBits, max_count);
   u32 num_in_window = 0;
 #pragma unroll
@@ -288,7 +296,7 @@ __device__ __forceinline__ Window estimate_window(const Cluster& cluster, const 
   const u32 in_window = scratch->num_in_window, num_sampled = WindowSample::kOfWarp * num_warps;
   const int threshold = scratch->thresholds[min(cluster.lane, num_warps - 1)];
   const int spread = __reduce_max_sync(kAllLanes, threshold) - __reduce_min_sync(kAllLanes, threshold);
-  if (in_window > num_sampled / 8 || scratch->num_with_few > num_warps / 2u || spread > kMaxSpread)
+  if (in_window > num_sampled / kMaxWindowShare || scratch->num_with_few > num_warps / 2u || spread > kMaxSpread)
     return adapted_window(cluster, row, scratch, sample, sum, squares, part, expected);
   return Window(scratch->threshold, kUsualWindowBits, max_count);
 }

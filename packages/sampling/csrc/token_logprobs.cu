@@ -1,5 +1,8 @@
 // The entry points of token_logprobs, sample_with_logprobs and process_and_sample: logprob_rows for every call, then
 // threshold_logprobs where a filter may need it.
+//
+// A draw and its log-probabilities take one launch if top-k is a number from 1 to kMaxK below the length of a row.
+// Otherwise the two entry points that draw return false, and the caller launches the draw and token_logprobs.
 
 #include <kestrel/export.h>
 
@@ -146,8 +149,8 @@ struct DrawArguments {
   int64_t offset_value, offset_stride;
 };
 
-// Sets what a draw with log-probabilities needs. False if there are no rows.
-bool set_draw(const Checks& check, LogprobParams& p, const TensorView& logits, const TensorView& ids,
+// Sets what a draw with log-probabilities needs.
+void set_draw(const Checks& check, LogprobParams& p, const TensorView& logits, const TensorView& ids,
               const TensorView& valid, const Results& results, const FilterArguments& filters,
               const DrawArguments& draw) {
   check_rows(check, "logits", logits);
@@ -159,21 +162,19 @@ bool set_draw(const Checks& check, LogprobParams& p, const TensorView& logits, c
   check_result(check, "valid", valid, logits, kBool);
   check_devices(check, "logits", logits, {{"ids", ids}, {"valid", valid}});
   set_results(check, p, logits, results);
-  if (logits.size(0) == 0) return false;
-  set_rows(p, logits);
-  if (filters.top_k.has_value() || filters.top_k_value < 1 || filters.top_k_value > kMaxK ||
-      filters.top_k_value >= p.length) {
-    unsupported("one launch needs a number as top_k, from 1 to 1024 and less than V");
-  }
+  if (logits.size(0) > 0) set_rows(p, logits);
   p.joint = draw.joint;
   p.raw = draw.raw;
   p.ids = reinterpret_cast<int*>(address(ids));
   p.valid = reinterpret_cast<bool*>(address(valid));
-  return true;
 }
 
-// For calls with a number from 1 to 1024 as top-k.
-void sample_with_logprobs(TensorView ids, TensorView valid, TensorView logprobs, TensorView ranks, TensorView top_ids,
+bool is_one_launch(const LogprobParams& p) {
+  return !p.top_k.values && p.top_k.value >= 1 && p.top_k.value <= kMaxK && p.top_k.value < p.length;
+}
+
+// False, with nothing written, for calls that take several launches.
+bool sample_with_logprobs(TensorView ids, TensorView valid, TensorView logprobs, TensorView ranks, TensorView top_ids,
                           TensorView top_logprobs, TensorView logits, OptionalTensor temperature,
                           double temperature_value, OptionalTensor top_k, int64_t top_k_value, OptionalTensor top_p,
                           double top_p_value, OptionalTensor min_p, double min_p_value, bool joint, bool raw,
@@ -181,18 +182,20 @@ void sample_with_logprobs(TensorView ids, TensorView valid, TensorView logprobs,
                           int64_t offset_stride) {
   const Checks check("sample_with_logprobs");
   LogprobParams p;
-  if (!set_draw(check, p, logits, ids, valid, {logprobs, ranks, top_ids, top_logprobs},
-                {temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value},
-                {joint, raw, seed, seed_value, offset, offset_value, offset_stride})) {
-    return;
-  }
+  set_draw(check, p, logits, ids, valid, {logprobs, ranks, top_ids, top_logprobs},
+           {temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value},
+           {joint, raw, seed, seed_value, offset, offset_value, offset_stride});
+  if (logits.size(0) == 0) return true;
+  if (!is_one_launch(p)) return false;
   const DeviceGuard guard(logits.device().device_id);
   launch_rows<true>(p, top_k_value, logits.device());
+  return true;
 }
 
 // The same after process_logits in place: in one launch, or in two where shared memory has no room for a hash table of
-// the history. What `logits` holds afterwards is not specified.
-void process_and_sample(TensorView ids, TensorView valid, TensorView logprobs, TensorView ranks, TensorView top_ids,
+// the history. What `logits` holds afterwards is not specified. For calls that take several launches everything is
+// checked, process_logits is launched, and the result is false: the draw cannot fail after that write.
+bool process_and_sample(TensorView ids, TensorView valid, TensorView logprobs, TensorView ranks, TensorView top_ids,
                         TensorView top_logprobs, TensorView logits, OptionalTensor token_ids, OptionalTensor lengths,
                         OptionalTensor prompt_lengths, OptionalTensor repetition_penalty,
                         double repetition_penalty_value, OptionalTensor presence_penalty, double presence_penalty_value,
@@ -225,10 +228,18 @@ void process_and_sample(TensorView ids, TensorView valid, TensorView logprobs, T
                                                                             {"offset", offset}}) {
     check.no_overlap("logits", logits, name, tensor);
   }
-  if (!set_draw(check, p, logits, ids, valid, {logprobs, ranks, top_ids, top_logprobs},
-                {temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value},
-                {joint, raw, seed, seed_value, offset, offset_value, offset_stride})) {
-    return;
+  set_draw(check, p, logits, ids, valid, {logprobs, ranks, top_ids, top_logprobs},
+           {temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value},
+           {joint, raw, seed, seed_value, offset, offset_value, offset_stride});
+  if (logits.size(0) == 0) return true;
+  const auto process_in_place = [&] {
+    process_logits(logits, logits, token_ids, lengths, prompt_lengths, repetition_penalty, repetition_penalty_value,
+                   presence_penalty, presence_penalty_value, frequency_penalty, frequency_penalty_value, {}, {},
+                   bitmask);
+  };
+  if (!is_one_launch(p)) {
+    process_in_place();
+    return false;
   }
   drop_neutral_history(p);
   const DLDevice device = logits.device();
@@ -240,11 +251,11 @@ void process_and_sample(TensorView ids, TensorView valid, TensorView logprobs, T
   if (is_short && split.smem_bytes + table_bytes <= max_smem_bytes(device)) {
     split.smem_bytes += table_bytes;
     launch_split<logprob_rows<true, true>>(p, p.num_rows, split, device, /*balanced=*/true);
-    return;
+    return true;
   }
-  process_logits(logits, logits, token_ids, lengths, prompt_lengths, repetition_penalty, repetition_penalty_value,
-                 presence_penalty, presence_penalty_value, frequency_penalty, frequency_penalty_value, {}, {}, bitmask);
+  process_in_place();
   launch_split<logprob_rows<true, false>, LogprobParams>(p, p.num_rows, split, device, /*balanced=*/true);
+  return true;
 }
 
 KESTREL_EXPORT(token_logprobs, token_logprobs);

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from kestrel_runtime.reference import philox4x32
 from kestrel_sampling import (
     min_p_sampling_from_probs,
     sampling_from_probs,
@@ -24,8 +23,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def words_of(seed: int, offset: int, round_: int = 0) -> list[int]:
-    """The random words of a draw; test_top_p_sampling.py has Philox in Python integers."""
-    return philox4x32(torch.tensor([seed, 0]), torch.tensor([offset, 0, round_, 0])).tolist()
+    """The random words of a draw: Philox4x32-10 in Python integers."""
+    k0, k1 = seed % 2**32, seed % 2**64 >> 32
+    c = [offset % 2**32, offset % 2**64 >> 32, round_, 0]
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [b >> 32 ^ c[1] ^ k0, b % 2**32, a >> 32 ^ c[3] ^ k1, a % 2**32]
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return c
 
 
 def rounded(number: float) -> float:

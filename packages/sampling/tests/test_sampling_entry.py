@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import ctypes
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import tvm_ffi
 
 from kestrel_runtime import Binary, UnsupportedError
 from kestrel_runtime.testing import (
@@ -19,14 +21,14 @@ from kestrel_runtime.testing import (
     refusal_params,
 )
 from kestrel_sampling import _launch, softmax, top_k_renorm_probs, top_p_renorm_probs
-from kestrel_sampling._parameters import Keys
+from kestrel_sampling._parameters import Filters, Keys, shape_of_draw
 from kestrel_sampling.chain_speculative_sampling import _chain_speculative_sampling
 from kestrel_sampling.probabilities import _check_softmax
 from kestrel_sampling.process_and_sample import _process_and_sample
 from kestrel_sampling.process_logits import _process_logits
 from kestrel_sampling.sample_from_logits import _check_sample_from_logits
 from kestrel_sampling.sample_with_logprobs import _sample_with_logprobs
-from kestrel_sampling.token_logprobs import _token_logprobs
+from kestrel_sampling.token_logprobs import _token_logprobs, shape_of_logprobs
 from kestrel_sampling.topk import _check_topk_fwd
 
 pytestmark = pytest.mark.skipif(Binary("kestrel_sampling").manifest is None, reason="needs the built binary")
@@ -266,19 +268,11 @@ def test_the_ops_around_the_draw_refuse_overlaps(function: Callable[..., Any], c
     assert_launch_agrees(function, case)
 
 
-class Writes:
-    """In place of the binary: penalties that only write."""
-
-    def process_logits(self, out: torch.Tensor, *_given: object) -> None:
-        out.fill_(7)
-
-
 WRONG: list[tuple[type[Exception], str, Any]] = [
     (ValueError, "temperature", ONES[:2]),
     (TypeError, "temperature", ONES.double()),
     (ValueError, "top_k", LONGS[:2]),
     (ValueError, "top_p", torch.ones(4)),
-    (ValueError, "top_p", torch.ones(3, device="meta")),
     (TypeError, "min_p", LONGS),
     (TypeError, "seed", ZEROS[0]),
     (ValueError, "offset", LONGS[None]),
@@ -288,29 +282,90 @@ WRONG: list[tuple[type[Exception], str, Any]] = [
 
 
 @pytest.mark.parametrize(("error", "name", "value"), WRONG)
-@pytest.mark.parametrize("top_k", [{"top_k": None, "top_k_value": 0}, {"top_k": LONGS}], ids=("off", "tensor"))
-def test_wrong_arguments_of_the_draw_are_found_before_penalties_are_written(
-    top_k: dict[str, Any], error: type[Exception], name: str, value: object, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("top_k", [{}, {"top_k": None, "top_k_value": 0}, {"top_k": LONGS}], ids=("3", "off", "tensor"))
+def test_wrong_arguments_of_the_draw_are_found_by_the_launch_that_writes_penalties(
+    top_k: dict[str, Any], error: type[Exception], name: str, value: object
 ) -> None:
-    module = importlib.import_module("kestrel_sampling.process_and_sample")
-    monkeypatch.setattr(_launch, "binary", Writes())
-    monkeypatch.setattr(module, "_sample_with_logprobs", lambda *_given: None)
-    launch, logits = _process_and_sample.kernel_op.launch, ROWS.clone()  # type: ignore[attr-defined]
+    launch = _process_and_sample.kernel_op.launch  # type: ignore[attr-defined]
     with pytest.raises(error, match=f"^process_and_sample: argument '{name}': "):
-        launch(**STEP | {"logits": logits} | top_k | {name: value})
-    assert torch.equal(logits, ROWS)
-    launch(**STEP | {"logits": logits} | top_k)
-    assert bool((logits == 7).all())
+        launch(**STEP | top_k | {name: value})
 
 
-def test_more_log_probabilities_than_kernels_cover_are_found_before_penalties_are_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(_launch, "binary", Writes())
-    logits = torch.zeros(3, 2000)
-    words = torch.full((3, 63), -1, dtype=torch.int32)
-    with pytest.raises(UnsupportedError, match="top_n"):
-        _process_and_sample.kernel_op.launch(  # type: ignore[attr-defined]
-            **OTHER_STEP | {"logits": logits, "bitmask": words, "top_n": 1025}
+# ---- how many launches a step takes ----------------------------------------------------------------------------------
+
+
+class Capsule:
+    """What tvm_ffi.from_dlpack reads: a tensor on the CPU that passes for one on a GPU, of which nothing is read."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.capsule = torch.utils.dlpack.to_dlpack(x)
+        pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+        device_type = pointer_of(self.capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)  # behind the address
+        ctypes.c_int32.from_address(device_type).value = 2  # kDLCUDA
+
+    def __dlpack__(self, **_options: object) -> object:
+        return self.capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+
+def as_if_on_gpu(x: torch.Tensor) -> Any:
+    return tvm_ffi.from_dlpack(Capsule(x))
+
+
+def enter(name: str, top_k: torch.Tensor | None, top_k_value: int, rows: int = 3, top_n: int = 2) -> bool:
+    """Call sample_with_logprobs or process_and_sample, for logits [rows, 2000], without a GPU."""
+    logits = torch.empty(rows, 2000)
+    results = (*shape_of_draw(logits), *shape_of_logprobs(logits, torch.empty(0), top_n))
+    processing = (None, None, None, None, 1.0, None, 0.0, None, 0.0, None) if name == "process_and_sample" else ()
+    filters = (None, 1.0, None if top_k is None else as_if_on_gpu(top_k), top_k_value, None, 1.0, None, 0.0, False)
+    return bool(
+        getattr(_launch.binary, name)(
+            *map(as_if_on_gpu, results), as_if_on_gpu(logits), *processing, *filters, True, None, 1, None, 0, 0
         )
-    assert not logits.any()
+    )
+
+
+@pytest.mark.parametrize("top_k", [LONGS, LONGS.int(), 0, -1, 1025, 2000, 2001, 2**62], ids=str)
+def test_a_draw_that_one_launch_does_not_cover_is_left_to_the_caller(top_k: int | torch.Tensor) -> None:
+    given = (top_k, 0) if isinstance(top_k, torch.Tensor) else (None, top_k)
+    assert enter("sample_with_logprobs", *given) is False
+
+
+@pytest.mark.parametrize("name", ["sample_with_logprobs", "process_and_sample"])
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_more_log_probabilities_than_kernels_cover_are_found_before_anything_is_launched(name: str, top_k: int) -> None:
+    with pytest.raises(UnsupportedError, match="top_n up to 1024"):
+        enter(name, None, top_k, top_n=1025)
+    assert enter(name, None, top_k, rows=0, top_n=1025) is True
+
+
+@pytest.mark.parametrize("processed", [False, True])
+@pytest.mark.parametrize("temperature", [None, torch.tensor([0.5, math.nan, -math.inf])], ids=str)
+def test_the_launches_of_other_draws_have_the_filters_of_their_log_probabilities(
+    temperature: torch.Tensor | None, processed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    for name in ("process_and_sample", "sample", "token_logprobs"):
+        monkeypatch.setitem(_launch.binary.__dict__, name, lambda *given, name=name: calls.append((name, given)))
+    given = STEP | {"top_k": LONGS, "temperature": temperature, "processed": processed}
+    ids, valid, *logprobs = _process_and_sample.kernel_op.launch(**given)  # type: ignore[attr-defined]
+    assert [name for name, _ in calls] == ["process_and_sample", "sample", "token_logprobs"]
+    filters = [given[name] for name in Filters._fields]
+    draw, found = calls[1][1], calls[2][1]
+    assert_same_objects(draw, ("process_and_sample", ids, valid, ROWS, True, *filters, LONGS, 0, None, 3, 1, 0, 0))
+    if processed:
+        assert_same_objects(found, (*logprobs, ROWS, ids, *filters))
+    else:  # a temperature of 1, but NaN where it is: such a row has no log-probability
+        assert_same_objects(found[:6], (*logprobs, ROWS, ids))
+        assert found[7:] == Filters()[1:]
+        ones = None if temperature is None else [1.0, "nan", 1.0]
+        assert ones == (None if found[6] is None else ["nan" if x != x else x for x in found[6].tolist()])
+
+
+def assert_same_objects(got: tuple[Any, ...], want: tuple[Any, ...]) -> None:
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        assert one is other or (not torch.is_tensor(one) and one == other)

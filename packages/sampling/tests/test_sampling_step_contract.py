@@ -32,7 +32,6 @@ from kestrel_sampling import (
     softmax,
     token_logprobs,
 )
-from kestrel_sampling.process_and_sample import _NAMES, _check_before_writing
 
 LOGITS = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
 PER_ROW = torch.tensor([0.5, 1.0, 2.0])
@@ -198,21 +197,6 @@ def test_a_bad_input_is_named_before_anything_is_written(function: Callable[...,
     for x, copy in zip(written, before, strict=True):
         if copy is not None and not x.is_meta:
             assert torch.equal(x.nan_to_num(7), copy.nan_to_num(7))
-
-
-@pytest.mark.parametrize(("rows", "width", "top_n"), [(2**27 + 1, 1, 0), (2, 2000, 1025)])
-def test_what_kernels_do_not_cover_is_found_before_penalties_are_written(rows: int, width: int, top_n: int) -> None:
-    logits = torch.empty(rows, width, dtype=torch.float16, device="meta")
-    numbers = {"repetition_penalty_value": 1.0, "temperature_value": 1.0, "top_p_value": 1.0, "offset_stride": 0}
-    numbers |= {"presence_penalty_value": 0.0, "frequency_penalty_value": 0.0, "min_p_value": 0.0, "top_k_value": 0}
-    numbers |= {"joint": False, "processed": False, "seed_value": 1, "offset_value": 0}
-
-    def check(**changed: Any) -> None:
-        _check_before_writing(*({name: (numbers | changed).get(name) for name in _NAMES}).values())
-
-    check(logits=logits[:2], top_n=min(top_n, 1024))
-    with pytest.raises(UnsupportedError):
-        check(logits=logits, top_n=top_n)
 
 
 @pytest.mark.parametrize("function", GOOD, ids=lambda f: f.__name__)

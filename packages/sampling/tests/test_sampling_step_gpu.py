@@ -348,6 +348,15 @@ def test_draws_with_log_probabilities_from_any_top_k(order: str, k: int) -> None
             assert_same_bits(ids, sample_from_logits(logits, **same, top_p=top_p, offset=offset))
 
 
+@pytest.mark.parametrize("processed", [False, True])
+@pytest.mark.parametrize("top_k", [0, 5, 2000])
+def test_a_row_whose_temperature_is_nan_has_no_log_probabilities(top_k: int, processed: bool) -> None:
+    temperature = torch.tensor([0.9, NAN, 0.0, 1.3], device="cuda")
+    given: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "processed": processed, "top_n": 3, "seed": 2}
+    assert_draws_with_logprobs_as_the_reference(normal(4, 5000, 3), **given)
+    assert sample_with_logprobs(normal(4, 5000, 3), **given).logprobs.isnan().tolist() == [False, True, False, False]
+
+
 def test_a_replayed_graph_draws_with_new_keys() -> None:
     first, second = ([normal(5, 9000, n), integers(0, 99, 5, seed=n), integers(0, 99, 5, seed=n + 1)] for n in (1, 3))
     run = lambda logits, seed, offset: tuple(  # noqa: E731

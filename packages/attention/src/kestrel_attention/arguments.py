@@ -9,8 +9,9 @@ import torch
 
 from kestrel_runtime import check
 
+from .plan import MAX_SCALE
+
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_LARGEST = torch.finfo(torch.float32).max
 Tensors = Mapping[str, Any]  # by the names they have as arguments; None where one is missing
 
 
@@ -172,22 +173,22 @@ def deliver(
 def check_scores(op: str, batch: int, scores: Scores) -> None:
     """Checks of the arguments that shape the scores."""
     if scores.softmax_scale is not None:
-        _check_finite(op, "softmax_scale", scores.softmax_scale)
+        _check_magnitude(op, "softmax_scale", scores.softmax_scale, MAX_SCALE)
     check.flag(op, "causal", scores.causal)
     check.number(op, "window_size", scores.window_left, integer=True, minimum=-1)
     check.number(op, "window_size", scores.window_right, integer=True, minimum=-1)
-    _check_finite(op, "softcap", scores.softcap, minimum=0.0)
+    _check_magnitude(op, "softcap", scores.softcap, torch.finfo(torch.float32).max, minimum=0.0)
     check.number(op, "prefix_len", scores.prefix_len, integer=True, minimum=0)
     if scores.prefix_lens is not None:
         check.tensor(op, "prefix_len", scores.prefix_lens, dtype=torch.int32, ndim=1, last_contiguous=True)
         check.shape(op, "prefix_len", scores.prefix_lens, (batch,))
 
 
-def _check_finite(op: str, name: str, value: float, **bounds: float) -> None:
-    """A number that is finite in float32, the type of scores."""
+def _check_magnitude(op: str, name: str, value: float, largest: float, **bounds: float) -> None:
+    """A finite number, of either sign, up to ``largest``."""
     check.number(op, name, value, **bounds)
-    if abs(value) > _LARGEST:
-        check.fail(op, name, "a finite number (in float32)", value)
+    if abs(value) > largest:
+        check.fail(op, name, f"a finite number of magnitude <= {largest:.8g}", value)
 
 
 def check_sinks(op: str, q: torch.Tensor, sinks: torch.Tensor | None) -> None:

@@ -43,7 +43,7 @@ def flash_attn_func(
 
     q: [B, Sq, H, D]. k, v: [B, Sk, Hk, D]. Only the last dimension must be contiguous. One dtype: bf16, fp16, float32,
         or FP8 (float8_e4m3fn or float8_e5m2); k and v may also be FP8 with a bf16, fp16 or float32 q.
-    softmax_scale: default D ** -0.5.
+    softmax_scale: up to 2 ** 126 in magnitude; default D ** -0.5.
     causal, window_size: query i stands at key position p = Sk - Sq + i (the last query at the last key). causal keeps
         keys <= p; window (left, right) keeps p - left .. p + right, -1 is unbounded.
     softcap: scores become softcap * tanh(scores / softcap); 0 is off.
@@ -59,7 +59,7 @@ def flash_attn_func(
     masked or not. Kernels cover bf16 and fp16 with D up to 512 that are multiples of 8, and FP8 keys and values with
     multiples of 16 up to 256; other calls run by reference. On Hopper, e4m3 queries, keys and values with D up to 128
     are multiplied in e4m3. Weights are rounded to it for the product: those below 2 ** -18 of the row's largest so far
-    count in the sum of exponentials alone.
+    (2 ** -16.5 where D > 64) count in the sum of exponentials alone.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device.
     Semantics: ``flash_attn_func`` of flash-attn; Dao, "FlashAttention-2", arXiv 2307.08691; sinks: ``s_aux`` of
     transformers, in gpt-oss.

@@ -35,7 +35,9 @@ MAX_PARTIAL_ROWS = 2**31
 MORE_WARPS = -1  # num_splits: one split for a kernel of twice the warps, where there is one
 UNBOUNDED = 2**30  # windows and prefixes above it do not end: kernels count in 32 bits
 MULTIPROCESSORS = 132  # up to so many blocks, and more than half, take all splits of a sequence each
+MAX_SCALE = 2.0**126  # of softmax scales: times log2(e), they are finite in float32
 MIN_SOFTCAP = 2.0**-40  # a smaller soft cap gives the same weights, and has no finite reciprocal
+MAX_SOFTCAP = 2.0**60  # a larger one leaves scores up to 2^48 as they are
 
 Variant = DecodeVariant | CombineVariant | AppendVariant | TauTailVariant | MergeVariant
 
@@ -153,6 +155,14 @@ def split_rule(num_splits: int, head_dim: int, cache: str, thread_blocks: int, w
     )
 
 
+def scaling(head_dim: int, softmax_scale: float | None, softcap: float) -> tuple[float, float]:
+    """The factor of scores, with a soft cap times 2 / softcap, and the soft cap; 0: none."""
+    scale = float(head_dim**-0.5 if softmax_scale is None else softmax_scale)
+    cap = max(float(softcap), MIN_SOFTCAP) if 0 < softcap <= MAX_SOFTCAP else 0.0
+    scale = scale * 2 / cap if cap else scale
+    return min(max(scale, -MAX_SCALE), MAX_SCALE), cap
+
+
 def page_divisor(page_size: int) -> tuple[int, int]:
     """(multiplier, shift) with key // page_size == key * multiplier >> shift for all keys below 2^31."""
     shift = 31 + (page_size - 1).bit_length()
@@ -222,8 +232,7 @@ def plan_decode(problem: DecodeProblem) -> DecodePlan:
         raise UnsupportedError("too many splits for one call")
 
     multiplier, shift = page_divisor(problem.page_size)
-    scale = float(problem.head_dim**-0.5 if problem.softmax_scale is None else problem.softmax_scale)
-    softcap = max(float(problem.softcap), MIN_SOFTCAP) if problem.softcap else 0.0
+    scale, softcap = scaling(problem.head_dim, problem.softmax_scale, problem.softcap)
     has_block_table, is_bf16 = int(problem.pages is not None), int(problem.dtype == "bf16")
     scalars = DecodeScalars(
         has_block_table=has_block_table,
@@ -239,7 +248,7 @@ def plan_decode(problem: DecodeProblem) -> DecodePlan:
         prefix_len=min(problem.prefix_len, UNBOUNDED),
         window_left=left,
         window_right=right,
-        softmax_scale=scale * 2 / softcap if softcap else scale,
+        softmax_scale=scale,
         softcap=softcap,
         **rule._asdict(),
         num_splits=num_splits,

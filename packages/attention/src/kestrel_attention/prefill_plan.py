@@ -21,7 +21,7 @@ from .kernels.prefill_variants import (
     prefilling_on_hopper,
 )
 from .kernels.splits import prefill_split_limit
-from .plan import MAX_GRID, MAX_KEYS, MIN_SOFTCAP, MULTIPROCESSORS, UNBOUNDED, page_divisor
+from .plan import MAX_GRID, MAX_KEYS, MULTIPROCESSORS, UNBOUNDED, page_divisor, scaling
 
 LONG_WAVES = 6  # of blocks of LARGE_BLOCK queries, from which on larger blocks are faster
 LARGER_TILE = 1.3  # the time of a tile of three warpgroups, of two: 1
@@ -33,7 +33,7 @@ MAX_PACK_SHIFT = 2  # a warp of 16 rows has the queries of one head, a warpgroup
 GRID_WAVES = 2  # up to this many, a grid of one block per tile is faster than a persistent one
 LARGE_BLOCK = SPLIT_ROWS  # queries of a thread block of the kernels that are not for short calls
 SECTION_BYTES = 20 * 2**20  # of keys and values that blocks share in L2 at a time
-MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126  # a smaller scale is 0, with which hidden scores would be NaN
+MIN_SCALE = 2.0**-126  # a smaller scale is 0, with which hidden scores would be NaN
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,7 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     row_blocks = max(-(-problem.max_queries // block_rows), splits.blocks)
     of_section = page_divisor(max(1, section * row_blocks))  # where the launch has one work for each block of rows
     of_head = page_divisor(section)
-    scale = float(problem.head_dim**-0.5 if problem.softmax_scale is None else problem.softmax_scale)
-    softcap = max(float(problem.softcap), MIN_SOFTCAP) if problem.softcap else 0.0
-    magnitude = abs(scale) * 2 / softcap if softcap else abs(scale)
+    scale, softcap = scaling(problem.head_dim, problem.softmax_scale, problem.softcap)
     scales = problem.q_scale_heads + problem.k_scale_heads + problem.v_scale_heads
     on_device = (problem.packed_queries, problem.key_starts, problem.has_lengths, problem.has_prefix_lens, scales)
     scalars = PrefillScalars(
@@ -211,7 +209,7 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         prefix_len=min(problem.prefix_len, UNBOUNDED),
         window_left=left,
         window_right=0 if problem.causal else right,
-        softmax_scale=min(max(magnitude, MIN_SCALE), MAX_SCALE),
+        softmax_scale=max(abs(scale), MIN_SCALE),
         query_signs=0x80008000 if scale < 0 else 0,
         softcap=softcap,
         has_sinks=int(problem.has_sinks),

@@ -40,7 +40,7 @@ def covers(problem: PrefillProblem, device: torch.device) -> bool:
         return False  # a window without a prefix hides keys, which the other kernels then do not read
     rows = problem.total_queries // problem.batch * (problem.heads // problem.kv_heads)
     size = 2 * problem.batch * tokens_of(problem) * problem.kv_heads * HEAD_DIM
-    least = TRANSPOSED_ROWS if problem.page_size % BOX_ROWS == 0 else min(COPIED_ROWS, TRANSPOSED_ROWS)
+    least = TRANSPOSED_ROWS if problem.page_size % BOX_ROWS == 0 else COPIED_ROWS
     return rows >= least and size <= SCRATCH_BYTES
 
 

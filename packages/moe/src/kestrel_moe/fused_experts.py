@@ -7,7 +7,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from kestrel_runtime import Binary, check, empty, kernel_op
+from kestrel_runtime import Binary, allocator, check, empty, kernel_op
 
 from . import reference_experts, variants
 from ._checks import check_out, check_overlaps
@@ -120,8 +120,9 @@ def _through_grouped_mm(
 ) -> torch.Tensor:
     """Sort tokens by expert, then PyTorch's grouped GEMM, the activation, grouped GEMM, and the weighted sum."""
     pairs, experts = topk_ids.numel(), w1.shape[0]
-    order, expert_of_row, tokens, positions = (empty(hidden, torch.int32, pairs) for _ in range(4))
-    length, ends = empty(hidden, torch.int32, 1), empty(hidden, torch.int32, experts)
+    new = allocator(hidden)
+    sizes = (pairs, pairs, pairs, pairs, 1, experts)
+    order, expert_of_row, tokens, positions, length, ends = (new((size,), (1,), torch.int32) for size in sizes)
     _kernels.moe_align_block_size(topk_ids, experts, 1, order, expert_of_row, length, None)
     _kernels.group_rows(topk_ids, order, expert_of_row, tokens, positions, ends)
     up = F.grouped_mm(hidden.index_select(0, tokens), w1.mT, offs=ends)
@@ -180,10 +181,11 @@ def fused_experts(
     sum in order of k, so a row is the same bit for bit for every T of one range. On an H100 or H200, with P = T*K/E:
 
     1. T <= 16 and P <= 2; if I > 2048, P <= 1 and T*K <= 32 (Hd up to 8192, beyond 8 tokens 4096; K <= 8, E <= 1024).
+       FP8 layers with T*K > 64: T <= 15.
     2. Few pairs: up to T*K = 32 or P = 9.75. FP8 layers of 3*E*Hd*I <= 2^30 weights: up to T*K = 32, or 64 with P <= 2;
        larger ones: below P = 0.5, or 2 if Hd > 4096.
     3. Many pairs, all others. bf16 results of each expert are rounded before the sum over j.
-    4. Each T for itself: bf16 without ``expert_map``, P > 512, Hd * I / (Hd + I) >= 2048, E < 1024 and contiguous
+    4. Each T for itself: bf16 without ``expert_map``, P > 2048, Hd * I / (Hd + I) >= 2048, E < 1024 and contiguous
        weights, through torch.nn.functional.grouped_mm.
 
     For layers tuned on this GPU by `kestrel-kernels tune moe`, the tuned file gives the ranges. By reference on a CPU,
@@ -226,14 +228,15 @@ def by_variant(
     experts, pairs, fp8 = w1.shape[0], topk_ids.numel(), w1_scale is not None
     if topk_ids.dtype == torch.int64:
         topk_ids = topk_ids.clamp(-1, 2**31 - 1).to(torch.int32)
+    new = allocator(hidden)
     if out is None:
-        out = empty(hidden, hidden.dtype, tokens, width)
+        out = new((tokens, width), (width, 1), hidden.dtype)
 
     def launch(tile: int, cluster: int, *aligned: torch.Tensor | None) -> torch.Tensor:
         blocks, permutes = 0 if aligned[1] is None else aligned[1].shape[0], aligned[3] is not None
         fused = variant.path == variants.FUSED
         sizes = (tokens, pairs, w1.shape[1] // 2, width, fp8, tile if blocks or fused else 0, blocks, permutes)
-        scratch = empty(hidden, torch.uint8, _scratch_bytes(*sizes, hidden.get_device()))
+        scratch = new((_scratch_bytes(*sizes, hidden.get_device()),), (1,), torch.uint8)
         layer = (out, scratch, hidden, w1, w2, topk_weights, topk_ids, w1_scale, w2_scale, expert_map)
         _kernels.fused_experts(*layer, *aligned, tile, cluster, activation)
         return out
@@ -243,13 +246,14 @@ def by_variant(
     mapped = experts if expert_map is None else expert_map.shape[0]
     if variant.path == variants.GROUPED_MM or mapped == 0:  # without the entry point, which checks other calls
         _check_fused_experts(hidden, w1, w2, topk_weights, topk_ids, activation, w1_scale, w2_scale, expert_map, out)
-        if mapped == 0:
+        if mapped == 0 or pairs == 0:
             return out.zero_()
         check_overlaps("fused_experts", out, hidden=hidden, w1=w1, w2=w2, topk_weights=topk_weights, topk_ids=topk_ids)
         return _through_grouped_mm(out, hidden, w1, w2, topk_weights, topk_ids, activation)
     tile = variant.tile
     blocks = reference_experts.most_blocks(pairs, mapped, tile)
-    aligned = [empty(hidden, torch.int32, size) for size in (blocks * tile, blocks, 3 + blocks)]  # the number, counters
-    positions = empty(hidden, torch.int32, pairs) if fp8 and tile == variants.FP8_WGMMA_TILE else None
+    sizes = (blocks * tile, blocks, 3 + blocks)  # the last: the number, and counters
+    aligned = [new((size,), (1,), torch.int32) for size in sizes]
+    positions = new((pairs,), (1,), torch.int32) if fp8 and tile == variants.FP8_WGMMA_TILE else None
     _kernels.align_for_experts(topk_ids, mapped, tile, *aligned, expert_map, positions, experts)
     return launch(tile, 2 if variant.path == variants.CLUSTERED else 1, *aligned, positions)

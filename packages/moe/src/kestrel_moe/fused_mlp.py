@@ -8,7 +8,8 @@ from kestrel_runtime import UnsupportedError, check, empty, kernel_op
 
 from . import reference
 from ._checks import check_like, check_linear, check_out, check_vector
-from ._dense import Kernel, by_vendor, choose, kernels, padded, prepared
+from ._dense import by_vendor, choose, kernels, padded, prepared
+from ._dense_plan import Kernel
 from ._rows import written
 
 

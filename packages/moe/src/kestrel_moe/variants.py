@@ -24,6 +24,7 @@ _WIDTH_OF_FUSED = {8: 8192, 16: 4096}
 # It takes up to 2 pairs for each expert. Where the hidden layer is wider than this and leaves more partial results, it
 # takes up to 1, and few pairs in all.
 _INNER_OF_FUSED = 2048
+_TOKENS_OF_FUSED_FP8 = 15  # with more, and more pairs than the kernels group, FP8 tiles of 32 tokens are faster
 _FEW_PAIRS = 32  # up to this many pairs the kernels group them for any number of experts
 _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 tokens are faster on Hopper
 _ROWS_OF_LARGE_FP8, _ROWS_OF_WIDE_FP8, _WIDE = 0.5, 2, 4096  # pairs for each expert; if Hd is above the last number
@@ -34,9 +35,10 @@ _ROWS_OF_WIDE_TILES = 320  # up to so many pairs for each expert, layers of 16 b
 # Pairs for each expert, above which it pays that two tiles share the weights: with 16 bits, and with FP8. Fewer are
 # enough if Hd * I / (Hd + I) is at least so large.
 _ROWS_OF_CLUSTERS, _ROWS_OF_LARGE_CLUSTERS, _PRODUCTS_OF_CLUSTERS = (1024, 2048), (144, 112), 1024
-# torch.nn.functional.grouped_mm is faster from so many pairs for each expert on, if Hd * I / (Hd + I) is at least so
+# torch.nn.functional.grouped_mm is faster above so many pairs for each expert, if Hd * I / (Hd + I) is at least so
 # large: products for each element that is gathered, activated and summed by kernels of their own.
-_ROWS_OF_GROUPED_MM, _PRODUCTS_OF_GROUPED_MM = 512, 2048
+_ROWS_OF_GROUPED_MM, _PRODUCTS_OF_GROUPED_MM = 2048, 2048
+_ROWS_OF_TILES_64 = 48  # up to so many pairs for each expert, most experts have one tile of 64 tokens
 
 FUSED, IN_KERNEL, ALIGNED, CLUSTERED, GROUPED_MM = "fused", "in_kernel", "aligned", "clustered", "grouped_mm"
 
@@ -130,7 +132,8 @@ def by_rule(layer: Layer) -> Variant:
     rows = layer.pairs / layer.experts
     fused = Variant(FUSED, 8 if layer.tokens <= 8 else 16)
     few = layer.pairs <= _FEW_PAIRS
-    if is_valid(fused, layer) and (rows <= 2 if layer.inner <= _INNER_OF_FUSED else rows <= 1 and few):
+    streams = layer.dtype == "fp8" and layer.tokens > _TOKENS_OF_FUSED_FP8 and layer.pairs > PAIRS_IN_KERNEL
+    if is_valid(fused, layer) and not streams and (rows <= 2 if layer.inner <= _INNER_OF_FUSED else rows <= 1 and few):
         return fused
     large = 3 * layer.experts * layer.width * layer.inner > _WEIGHTS_OF_FP8_TILES
     fp8_tiles = layer.hopper and layer.dtype == "fp8" and rows <= _ROWS_OF_FP8_TILES
@@ -147,7 +150,7 @@ def by_rule(layer: Layer) -> Variant:
     products = layer.width * layer.inner / (layer.width + layer.inner)
     if rows > _ROWS_OF_GROUPED_MM and products >= _PRODUCTS_OF_GROUPED_MM and is_valid(Variant(GROUPED_MM), layer):
         return Variant(GROUPED_MM)
-    if rows <= 48:
+    if rows <= _ROWS_OF_TILES_64:
         return Variant(ALIGNED, 64)
     of_16_bits, of_fp8 = _ROWS_OF_LARGE_CLUSTERS if products >= _PRODUCTS_OF_CLUSTERS else _ROWS_OF_CLUSTERS
     if rows > (of_fp8 if layer.dtype == "fp8" else of_16_bits):

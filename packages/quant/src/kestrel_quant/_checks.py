@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -45,29 +46,37 @@ def check_result(
         check.same(op, "device", q=like, out=out)
 
 
-def check_x_and_weight(
-    op: str,
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    permutation: torch.Tensor | None,
-    group_size: int,
-) -> tuple[int, int]:
-    """x is [..., K] floats and the parts of the 4-bit weight [N, K] fit it; returns N and K."""
+class W4Parts(NamedTuple):
+    """The fields of a W4Weight, as ops take them: one by one, since torch's schemas have no structures."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    permutation: torch.Tensor | None
+    group_size: int
+
+
+def check_x_and_weight(op: str, x: torch.Tensor, w: W4Parts) -> tuple[int, int]:
+    """x is [..., K] floats and the parts of the 4-bit weight [N, K] fit it, but for their device; returns N and K."""
     check.tensor(op, "x", x, dtype=check.FLOATS, last_contiguous=True)
-    check.tensor(op, "w", scales, dtype=check.FLOATS, ndim=2)
-    check.number(op, "w.group_size", group_size, integer=True, minimum=2)
-    rows, columns = scales.shape[1], scales.shape[0] * group_size
+    check.tensor(op, "w", w.scales, dtype=check.FLOATS, ndim=2)
+    check.number(op, "w.group_size", w.group_size, integer=True, minimum=2)
+    rows, columns = w.scales.shape[1], w.scales.shape[0] * w.group_size
     if x.ndim == 0 or x.shape[-1] != columns:
         check.fail(op, "x", f"a last dimension of {columns}, as the weight has", f"shape {tuple(x.shape)}")
-    check.same(op, "dtype", w=scales, x=x)
-    check.tensor(op, "w", codes, dtype=torch.int32)
-    check.shape(op, "w", codes, (-(-rows // ROWS), -(-columns // COLUMNS), 32, 4))
-    if zeros is not None:
-        check.tensor(op, "w", zeros, dtype=torch.int16)
-        check.shape(op, "w", zeros, scales.shape)
-    if permutation is not None:
-        check.tensor(op, "w", permutation, dtype=torch.int64)
-        check.shape(op, "w", permutation, (columns,))
+    check.same(op, "dtype", w=w.scales, x=x)
+    check.tensor(op, "w", w.codes, dtype=torch.int32)
+    check.shape(op, "w", w.codes, (-(-rows // ROWS), -(-columns // COLUMNS), 32, 4))
+    if w.zeros is not None:
+        check.tensor(op, "w", w.zeros, dtype=torch.int16)
+        check.shape(op, "w", w.zeros, w.scales.shape)
+    if w.permutation is not None:
+        check.tensor(op, "w", w.permutation, dtype=torch.int64)
+        check.shape(op, "w", w.permutation, (columns,))
     return rows, columns
+
+
+def check_weight_device(op: str, x: torch.Tensor, w: W4Parts) -> None:
+    """The parts of a 4-bit weight are where x is."""
+    for part in (w.codes, w.scales, w.zeros, w.permutation):
+        check.same(op, "device", x=x, w=part)

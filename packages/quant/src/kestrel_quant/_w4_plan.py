@@ -12,15 +12,16 @@ import math
 from typing import NamedTuple
 
 MMA_TOKENS = 128
-"""The most rows of ``w4a16_kernel``."""
+"""The most rows of ``w4a16_kernel``: kMaxTokens of csrc/w4a16.cu."""
 _WGMMA_TOKENS = 4096  # beyond, the vendor's GEMM, for which the weight is written once
 _LEAST = 1 << 20  # elements of a weight for wgmma
 _SMALL = 1 << 22  # up to here, tiles of 64 tokens take up to 128, and more where pairs of CTAs fill the GPU
 _LARGE = 1 << 27  # from here on, tiles of 256 rows take up to 64 tokens
-SPLITS = 8  # of K, at most
-_K_STEP = 128
+SPLITS = 8  # of K, at most: kMaxSplits of csrc/w4a16.cuh
+_K_STEP = 128  # kStep there
 _TOKENS_OF_CLUSTERS = 16  # of w4a16_kernel: beyond them, and without clusters, a second kernel may add slices up
-_MOST_PARTIAL = 1 << 23  # floats for their sums: kMaxPartial of csrc/w4a16.cu
+# Floats for their sums, at most: no more CTAs than SMs, of which there are up to 1024, add slices of 64 x 128 up.
+_MOST_PARTIAL = 1024 * 64 * 128
 
 
 class Tile(NamedTuple):
@@ -63,6 +64,7 @@ STREAM_TILES = (
 )
 """Those of ``w4a16_stream_kernel``, in the order there."""
 MAX_STREAM_CTAS = 256
+"""kMaxStreamCtas of csrc/w4a16_stream.cuh."""
 
 # Fitted to results/h200_w4_designs.json. Microseconds of a tile without its products, of a slice of K, and of the
 # kernel that adds slices up, with its bytes per microsecond:

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import is_fake
 from kestrel_runtime import UnsupportedError, check, empty, kernel_op
 
 from . import reference
-from ._checks import check_x_and_weight
+from ._checks import W4Parts, check_weight_device, check_x_and_weight
 from ._launch import kernels
 from ._w4_layout import pack_codes
 from ._w4_plan import plan
@@ -21,10 +21,10 @@ from ._w4_plan import plan
 class W4Weight:
     """A weight [N, K] of 4-bit codes with one scale, and perhaps one zero point, per row and group of columns.
 
-    Made by :func:`pack_w4`, :func:`w4_from_gptq` and :func:`w4_from_awq`. The layout of its tensors is private to this
-    library, and the same on every architecture: read them with :meth:`dequantize`. Two weights compare equal only if
-    they are one object. `torch.save` and `torch.load` take it, also with ``weights_only=True``, once this package is
-    imported.
+    Made by :func:`pack_w4`, and of checkpoints by :func:`w4_from_gptq`, :func:`w4_from_awq` and
+    :func:`w4_from_compressed_tensors`. The layout of its tensors is private to this library, and the same on every
+    architecture: read them with :meth:`dequantize`. Two weights compare equal only if they are one object. `torch.save`
+    and `torch.load` take it, also with ``weights_only=True``, once this package is imported.
     """
 
     codes: torch.Tensor
@@ -153,7 +153,7 @@ def w4a16_linear(
     """A linear layer with a 4-bit weight: ``x @ weight.T + bias``.
 
     x: [..., K] of the dtype the weight was packed for (bf16, fp16 or float32), any number of rows T. w: from
-    :func:`pack_w4`, :func:`w4_from_gptq` or :func:`w4_from_awq`. bias: [N] in x's dtype or None. *Constant*: w, bias.
+    :func:`pack_w4` or a checkpoint. bias: [N] in x's dtype or None. *Constant*: w, bias.
     The weight is (code - zero) * scale, exact; accumulated in float32, rounded once.
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
@@ -185,13 +185,12 @@ def _check_w4a16_linear(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> None:
-    op = "w4a16_linear"
-    rows, _ = check_x_and_weight(op, x, codes, scales, zeros, permutation, group_size)
+    op, w = "w4a16_linear", W4Parts(codes, scales, zeros, permutation, group_size)
+    rows, _ = check_x_and_weight(op, x, w)
     if bias is not None:
         check.tensor(op, "bias", bias, dtype=x.dtype, last_contiguous=True)
         check.shape(op, "bias", bias, (rows,))
-    for part in (codes, scales, zeros, permutation):
-        check.same(op, "device", x=x, w=part)
+    check_weight_device(op, x, w)
     check.same(op, "device", x=x, bias=bias)
     if out is not None:
         check.tensor(op, "out", out, dtype=x.dtype, last_contiguous=True)
@@ -215,39 +214,29 @@ def _w4a16_linear(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """w4a16_linear on the parts of a W4Weight."""
-    rows = scales.shape[1]
-    result = into = empty(x, x.dtype, *x.shape[:-1], rows) if out is None else out
-    tokens = x.shape[0] if x.ndim == 2 else x.shape[:-1].numel()
-    chosen = plan(tokens, rows, x.shape[-1], _wgmma_sms(x.get_device()) if x.is_cuda else 0)
+    rows, columns, lead = scales.shape[1], x.shape[-1], x.shape[:-1]
+    tokens = lead.numel()
+    result = into = empty(x, x.dtype, *lead, rows) if out is None else out
+    chosen = plan(tokens, rows, columns, _wgmma_sms(x.get_device()) if x.is_cuda else 0)
     by_kernel = chosen.kernel != "vendor"
     if x.ndim != 2 or not by_kernel or permutation is not None:
-        if not (by_kernel and permutation is None and _shows_as_matrices(x, result, rows)):
-            _check_arguments(x, codes, scales, zeros, permutation, group_size, bias, out)
+        shows = _shows_as_matrices(x, result, rows) if permutation is None else out is None and _fits(permutation, x)
+        if not (by_kernel and shows):
+            _check_arguments(x, W4Parts(codes, scales, zeros, permutation, group_size), bias, out)
         if permutation is not None:
             x = x.index_select(-1, permutation)
-        x, into = x.reshape(tokens, x.shape[-1]), result.reshape(tokens, rows)
+        x, into = x.reshape(tokens, columns), result.reshape(tokens, rows)
     if by_kernel:
         scratch = empty(x, torch.float32, chosen.scratch) if chosen.scratch and x.is_cuda else None
+        of_plan = (scratch, chosen.tile, chosen.splits, chosen.ctas)
         try:
-            kernels.w4a16_linear(
-                into,
-                x,
-                codes,
-                scales,
-                zeros,
-                group_size,
-                bias,
-                scratch,
-                chosen.tile,
-                chosen.splits,
-                chosen.ctas,
-            )
+            kernels.w4a16_linear(into, x, codes, scales, zeros, group_size, bias, *of_plan)
         except UnsupportedError:
             if x.data_ptr() % 16 == 0 and (tokens == 1 or x.stride(0) % 8 == 0):
                 raise  # of the weight, or a plan that the kernel does not take
             by_kernel = False  # rows of x that are not aligned; if it is also the weight, w4_dequant refuses it too
     if not by_kernel:
-        weight = empty(x, x.dtype, rows, x.shape[1])
+        weight = empty(x, x.dtype, rows, columns)
         kernels.w4_dequant(weight, codes, scales, zeros, group_size)
         if bias is None:
             torch.mm(x, weight.T, out=into)
@@ -263,21 +252,17 @@ def _shows_as_matrices(x: torch.Tensor, result: torch.Tensor, rows: int) -> bool
     return x.is_contiguous() and result.is_contiguous() and result.shape == (*x.shape[:-1], rows)
 
 
-def _check_arguments(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    permutation: torch.Tensor | None,
-    group_size: int,
-    bias: torch.Tensor | None,
-    out: torch.Tensor | None,
-) -> None:
+def _fits(permutation: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether x's columns in another order, a copy, show the entry point all that may be wrong with x."""
+    return permutation.dtype == torch.int64 and permutation.shape == x.shape[-1:] and x.stride(-1) == 1
+
+
+def _check_arguments(x: torch.Tensor, w: W4Parts, bias: torch.Tensor | None, out: torch.Tensor | None) -> None:
     """What the kernel's launch checks: the arguments fit each other, and ``out`` overlaps no input."""
-    _check_w4a16_linear(x, codes, scales, zeros, permutation, group_size, bias, out)
+    _check_w4a16_linear(x, *w, bias, out)
     if out is None:
         return
-    for name, part in (("x", x), ("bias", bias), ("w", codes), ("w", scales), ("w", zeros)):
+    for name, part in (("x", x), ("bias", bias), ("w", w.codes), ("w", w.scales), ("w", w.zeros)):
         if part is not None:
             check.no_overlap("w4a16_linear", "out", out, name, part)
 

@@ -7,11 +7,14 @@ import torch
 from kestrel_runtime import UnsupportedError, check, empty, kernel_op
 
 from . import reference
-from ._checks import check_x_and_weight
+from ._checks import W4Parts, check_weight_device, check_x_and_weight
 from ._launch import kernels
 from .w4a16 import W4Weight
 
 ACTIVATIONS = ("none", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")
+_TILE = 16  # rows of a tile, of which a gated layer takes one of each half
+_MOST_COLUMNS = 40000  # x in the shared memory of any supported GPU
+_MOST_NORM_COLUMNS = 8192  # x in the registers of a CTA: kTokenNormPacks of csrc/w4a16_token.cu
 
 
 def w4a16_token(
@@ -38,11 +41,10 @@ def w4a16_token(
 
     Returns [..., N], or [..., N / 2] with an activation, in x's dtype, in ``out`` if it is given; ``out`` may be
     ``residual`` and may not overlap other inputs. Products are accumulated in float32.
-    The kernel takes bf16 and fp16, one token, groups that are multiples of 128 or whole rows, weights without a
-    permutation, K that is a multiple of 8 and, with a norm, up to 8192, and results that are multiples of 16; x and
-    norm_weight must be aligned to 16 bytes, and x must fit into shared memory. Several tokens are computed by
-    reference, which is slow: use w4a16_linear there. A row may differ by rounding from one number of tokens to another.
-    For 16-bit weights: kestrel_norm.rms_norm_linear and kestrel_moe.fused_linear_residual.
+    The kernel takes one token, and weights of which :func:`w4a16_token_covers` is true; x and norm_weight must be
+    aligned to 16 bytes. Other calls are computed by reference, which is slow: use w4a16_linear there. A row may differ
+    by rounding from one number of tokens to another. For 16-bit weights: kestrel_norm.rms_norm_linear and
+    kestrel_moe.fused_linear_residual.
 
     Raises ValueError or TypeError for a wrong dtype, shape, name or device. Semantics: torch.nn.functional.rms_norm,
     Marlin (Frantar et al. 2024), the gate of Llama's feed-forward.
@@ -57,6 +59,34 @@ def w4a16_token(
     parts = (w.codes, w.scales, w.zeros, w.permutation, w.group_size)
     norm = (norm_weight, norm_eps, norm_weight_bias)
     return _w4a16_token(x, *parts, bias, *norm, activation, residual, out=out)
+
+
+def w4a16_token_covers(w: W4Weight, *, norm: bool = False, gated: bool = False) -> bool:
+    """Whether the kernel of :func:`w4a16_token` takes this weight, on every supported GPU.
+
+    norm: with a norm_weight. gated: with an activation.
+
+    It takes bf16 and fp16, groups of multiples of 128 or whole rows, no permutation, results [N] or [N / 2] that are a
+    multiple of 16, and K that is a multiple of 8, up to 40000 (an H100 or H200 takes 100000) and with a norm 8192.
+    Raises TypeError for another type of weight.
+
+    >>> from kestrel_quant import pack_w4
+    >>> w = pack_w4(torch.ones(48, 128, dtype=torch.bfloat16))
+    >>> w4a16_token_covers(w), w4a16_token_covers(w, gated=True)  # 48 and 24 results
+    (True, False)
+    """
+    if not isinstance(w, W4Weight):
+        check.fail("w4a16_token_covers", "w", "a W4Weight (see pack_w4)", type(w).__name__, TypeError)
+    rows, columns = w.shape
+    most = _MOST_NORM_COLUMNS if norm else _MOST_COLUMNS
+    return (
+        w.dtype in (torch.bfloat16, torch.float16)
+        and w.permutation is None
+        and (w.group_size % 128 == 0 or w.group_size == columns)
+        and rows % (2 * _TILE if gated else _TILE) == 0
+        and columns % 8 == 0
+        and columns <= most
+    )
 
 
 def _check_w4a16_token(
@@ -74,8 +104,8 @@ def _check_w4a16_token(
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> None:
-    op = "w4a16_token"
-    rows, columns = check_x_and_weight(op, x, codes, scales, zeros, permutation, group_size)
+    op, w = "w4a16_token", W4Parts(codes, scales, zeros, permutation, group_size)
+    rows, columns = check_x_and_weight(op, x, w)
     for name, vector, size in (("bias", bias, rows), ("norm_weight", norm_weight, columns)):
         if vector is not None:
             check.tensor(op, name, vector, dtype=x.dtype, last_contiguous=True)
@@ -92,8 +122,7 @@ def _check_w4a16_token(
             check.shape(op, name, tensor, shape)
     if out is not None:
         check.disjoint(op, "out", out)
-    for part in (codes, scales, zeros, permutation):
-        check.same(op, "device", x=x, w=part)
+    check_weight_device(op, x, w)
     check.same(op, "device", x=x, bias=bias, norm_weight=norm_weight, residual=residual, out=out)
 
 
@@ -127,15 +156,17 @@ def _w4a16_token(
     result = empty(x, x.dtype, *x.shape[:-1], rows) if out is None else out
     into, added = result, residual
     if x.ndim != 2:
-        tokens = x.shape[:-1].numel()
+        lead = x.shape[:-1]
+        tokens = lead.numel()
         if tokens > 1:
             raise UnsupportedError("more than one token")
-        shape = (*x.shape[:-1], rows)  # the rest shows in two dimensions, where the entry point checks it
-        for name, tensor in (("out", result), ("residual", residual)):
+        shape = (*lead, rows)  # the rest shows in two dimensions, where the entry point checks it
+        for name, tensor in (("out", out), ("residual", residual)):
             if tensor is not None and tensor.shape != shape:
                 check.shape("w4a16_token", name, tensor, shape)
         x, into = x.reshape(tokens, x.shape[-1]), result.view(tokens, rows)
-        added = None if residual is None else residual.view(tokens, rows)
+        if residual is not None:
+            added = into if residual is result else residual.view(tokens, rows)
     weight, norm = (codes, scales, zeros, group_size), (norm_weight, norm_eps, norm_weight_bias)
     kernels.w4a16_token(into, x, *weight, bias, *norm, activation, added)
     return result

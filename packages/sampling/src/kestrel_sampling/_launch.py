@@ -9,7 +9,7 @@ import torch
 
 from kestrel_runtime import Binary, allocator, allocator_on, empty, unread
 
-from ._parameters import Keys, PlainKeys
+from ._parameters import KeyFields
 
 binary = Binary("kestrel_sampling")
 MAX_K = 1024  # kMaxK in csrc/top_k_candidates.cuh: the largest k of a top-k that kernels keep in shared memory
@@ -21,7 +21,7 @@ _ZERO = (None, 0.0)  # min-p off
 def draw(
     op: str,
     rows: torch.Tensor,
-    keys: Keys,
+    keys: KeyFields,
     *,
     logits: bool = False,
     temperature: tuple[torch.Tensor | None, float] = _ONE,
@@ -48,7 +48,7 @@ def draw(
 def draw_by_numbers(
     op: str,
     logits: torch.Tensor,
-    keys: PlainKeys,
+    keys: KeyFields,
     temperature: float,
     top_k: int,
     top_p: float,

@@ -22,6 +22,26 @@ _current_stream_is_capturing = getattr(
 )
 
 
+class Filters(NamedTuple):
+    """What a draw does to logits: each parameter a tensor, or None and a number. The defaults do nothing."""
+
+    temperature: torch.Tensor | None = None
+    temperature_value: float = 1.0
+    top_k: torch.Tensor | None = None
+    top_k_value: int = 0
+    top_p: torch.Tensor | None = None
+    top_p_value: float = 1.0
+    min_p: torch.Tensor | None = None
+    min_p_value: float = 0.0
+    joint: bool = False
+
+
+FilterFields = tuple[
+    torch.Tensor | None, float, torch.Tensor | None, int, torch.Tensor | None, float, torch.Tensor | None, float, bool
+]
+"""The fields of Filters: a plain tuple takes less time to make."""
+
+
 class Keys(NamedTuple):
     """Seed and offset of every row: each a tensor, or None and a number.
 
@@ -35,8 +55,8 @@ class Keys(NamedTuple):
     offset_stride: int = 0
 
 
-PlainKeys = tuple[None, int, None, int, int]
-"""Keys that are numbers; a plain tuple takes less time to make."""
+KeyFields = tuple[torch.Tensor | None, int, torch.Tensor | None, int, int]
+"""The fields of Keys: a plain tuple takes less time to make."""
 
 
 def number_or_tensor(op: str, name: str, value: float | torch.Tensor) -> tuple[torch.Tensor | None, float]:
@@ -70,6 +90,37 @@ def count_or_tensor(op: str, name: str, value: int | torch.Tensor) -> tuple[torc
     return None, value
 
 
+def filters_of(
+    op: str,
+    temperature: float | torch.Tensor,
+    top_k: int | torch.Tensor,
+    top_p: float | torch.Tensor,
+    min_p: float | torch.Tensor,
+    filter_apply_order: str,
+) -> FilterFields:
+    """The filters of a call."""
+    if (  # the common case takes no further checks
+        type(temperature) is float
+        and temperature >= 0.0
+        and type(top_k) is int
+        and -(2**63) <= top_k < 2**63
+        and type(top_p) is float
+        and top_p == top_p  # no NaN
+        and type(min_p) is float
+        and min_p == min_p
+        and type(filter_apply_order) is str
+        and filter_apply_order == "top_k_first"
+    ):
+        return None, temperature, None, top_k, None, top_p, None, min_p, False
+    return (
+        *temperature_or_tensor(op, temperature),
+        *count_or_tensor(op, "top_k", top_k),
+        *number_or_tensor(op, "top_p", top_p),
+        *number_or_tensor(op, "min_p", min_p),
+        is_joint(op, filter_apply_order),
+    )
+
+
 def is_joint(op: str, filter_apply_order: str) -> bool:
     """Whether top-k and top-p both apply to the whole row."""
     if isinstance(filter_apply_order, str) and filter_apply_order == "top_k_first":
@@ -90,10 +141,10 @@ def integer_or_tensor(op: str, name: str, value: int | torch.Tensor) -> tuple[to
 
 def is_capturing(device: int) -> bool:
     """Whether a CUDA graph is captured on the stream of ``device``, which need not be the current device."""
-    if device == torch.cuda.current_device():
-        return torch.cuda.is_current_stream_capturing()
+    if device == _current_device():
+        return bool(_current_stream_is_capturing())
     with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
+        return bool(_current_stream_is_capturing())
 
 
 def keys(
@@ -104,7 +155,7 @@ def keys(
     offset: int | torch.Tensor | None,
     return_valid: bool,
     name: str = "probs",
-) -> Keys:
+) -> KeyFields:
     """The keys of a call.
 
     Without a seed they come from the generator, and the rows have successive offsets. With one, the offset is 0 unless
@@ -113,9 +164,9 @@ def keys(
     if type(return_valid) is not bool:
         check.flag(op, "return_valid", return_valid)
     if seed is None and offset is None and _is_eager(probs, generator):
-        return Keys(*_reserved_keys(probs, generator))
+        return _reserved_keys(probs, generator)
     if isinstance(seed, torch.Tensor) and isinstance(offset, torch.Tensor) and generator is None:
-        return Keys(seed, 0, offset, 0)  # as in a captured graph; the launch checks them
+        return seed, 0, offset, 0, 0  # as in a captured graph; the launch checks them
     if type(probs) is not torch.Tensor or probs.dim() != 2:
         check.tensor(op, name, probs, ndim=2)
     compiling = _is_compiling()
@@ -131,9 +182,10 @@ def keys(
         return _keys_from_generator(op, probs, generator, compiling)
     if generator is not None:
         check.fail(op, "generator", "None with a seed", "a generator")
-    return Keys(
+    return (
         *integer_or_tensor(op, "seed", seed),
         *integer_or_tensor(op, "offset", 0 if offset is None else offset),
+        0,
     )
 
 
@@ -157,7 +209,7 @@ def keys_of_an_eager_call(
     generator: torch.Generator | None,
     seed: int | torch.Tensor | None,
     offset: int | torch.Tensor | None,
-) -> PlainKeys | None:
+) -> KeyFields | None:
     """The keys of a plain eager call on the current GPU, as in Keys, or None where :func:`keys` must look at it."""
     if type(rows) is not torch.Tensor or not rows.is_cuda or rows.requires_grad or not launches_directly():
         return None
@@ -170,7 +222,7 @@ def keys_of_an_eager_call(
     return (None, seed, None, 0, 0) if type(seed) is int and 0 <= seed < 2**63 and generator is None else None
 
 
-def _reserved_keys(probs: torch.Tensor, generator: torch.Generator | None) -> PlainKeys:
+def _reserved_keys(probs: torch.Tensor, generator: torch.Generator | None) -> KeyFields:
     """The seed of a CUDA generator, which holds a Philox key and a counter on the host. Reserves a value per row."""
     source = generator or torch.cuda.default_generators[probs.get_device()]
     with _generator_lock:
@@ -180,7 +232,7 @@ def _reserved_keys(probs: torch.Tensor, generator: torch.Generator | None) -> Pl
     return None, value - 2**64 if value >= 2**63 else value, None, counter, 1
 
 
-def _keys_from_generator(op: str, probs: torch.Tensor, generator: torch.Generator | None, compiling: bool) -> Keys:
+def _keys_from_generator(op: str, probs: torch.Tensor, generator: torch.Generator | None, compiling: bool) -> KeyFields:
     """One seed for all rows, and successive offsets."""
     if generator is not None:
         if compiling:
@@ -190,9 +242,9 @@ def _keys_from_generator(op: str, probs: torch.Tensor, generator: torch.Generato
         if generator.device.type != probs.device.type:
             check.fail(op, "generator", f"a generator on {probs.device.type}", generator.device.type)
     if not compiling and probs.is_cuda and type(probs) is torch.Tensor and not _dispatch_modes() and not _transforms():
-        return Keys(*_reserved_keys(probs, generator))
+        return _reserved_keys(probs, generator)
     seed = torch.randint(2**63 - 1, (1,), generator=generator, dtype=torch.int64, device=probs.device)
-    return Keys(seed, 0, None, 0, 1)
+    return seed, 0, None, 0, 1
 
 
 def check_probs(op: str, probs: torch.Tensor, name: str = "probs") -> None:

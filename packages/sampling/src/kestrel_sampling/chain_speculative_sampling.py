@@ -66,13 +66,13 @@ def chain_speculative_sampling(
     if 0 in target_probs.shape[1:]:
         shape = tuple(target_probs.shape)
         check.fail(_OP, "target_probs", "at least one position and one entry per row", f"shape {shape}")
-    keyed = keys(_OP, target_probs[:, 0], generator, seed, offset, return_valid, name="target_probs")
+    key = keys(_OP, target_probs[:, 0], generator, seed, offset, return_valid, name="target_probs")
     accepted, emitted = maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num
     if accepted is None or emitted is None:
         totals = torch.zeros(2, target_probs.shape[0], dtype=torch.int32, device=target_probs.device)
         accepted = totals[0] if accepted is None else accepted
         emitted = totals[1] if emitted is None else emitted
-    ids, valid = _chain_speculative_sampling(draft_probs, draft_token_ids, target_probs, accepted, emitted, *keyed)
+    ids, valid = _chain_speculative_sampling(draft_probs, draft_token_ids, target_probs, accepted, emitted, *key)
     return (ids, accepted, emitted, valid) if return_valid else (ids, accepted, emitted)
 
 

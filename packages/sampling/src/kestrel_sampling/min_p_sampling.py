@@ -7,7 +7,7 @@ import torch
 from kestrel_runtime import kernel_op
 
 from . import _launch, reference_sampling
-from ._parameters import Keys, check_keys, check_parameter, check_probs, keys, number_or_tensor, shape_of_draw
+from ._parameters import check_keys, check_parameter, check_probs, keys, number_or_tensor, shape_of_draw
 
 
 def min_p_sampling_from_probs(
@@ -37,8 +37,8 @@ def min_p_sampling_from_probs(
     [1]
     """
     op = "min_p_sampling_from_probs"
-    keyed = keys(op, probs, generator, seed, offset, return_valid)
-    ids, valid = _min_p_sampling_from_probs(probs, *number_or_tensor(op, "min_p", min_p), *keyed)
+    key = keys(op, probs, generator, seed, offset, return_valid)
+    ids, valid = _min_p_sampling_from_probs(probs, *number_or_tensor(op, "min_p", min_p), *key)
     return (ids, valid) if return_valid else ids
 
 
@@ -75,5 +75,5 @@ def _min_p_sampling_from_probs(
     offset_stride: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
-    keyed = Keys(seed, seed_value, offset, offset_value, offset_stride)
-    return _launch.draw("min_p_sampling_from_probs", probs, keyed, min_p=(min_p, min_p_value))
+    key = (seed, seed_value, offset, offset_value, offset_stride)
+    return _launch.draw("min_p_sampling_from_probs", probs, key, min_p=(min_p, min_p_value))

@@ -7,16 +7,21 @@ from typing import Any, Literal
 
 import torch
 
-from kestrel_runtime import UnsupportedError, allocator, check, kernel_op
+from kestrel_runtime import check, kernel_op
 
 from . import _launch, reference_logits
-from ._parameters import count_or_tensor, is_joint, keys, number_or_tensor, shape_of_draw, temperature_or_tensor
+from ._parameters import Filters, filters_of, keys
 from .process_logits import check_processing, penalties
-from .sample_with_logprobs import SampledLogprobs, _sample_with_logprobs, check_draw, is_one_launch
-from .token_logprobs import logprob_tensors, shape_of_logprobs
+from .sample_with_logprobs import (
+    Sampled,
+    SampledLogprobs,
+    check_draw,
+    draw_then_logprobs,
+    sampled_tensors,
+    shape_of_sampled,
+)
 
 _OP = "process_and_sample"
-_MOST_ROWS = 2**27  # of the kernels
 
 
 def process_and_sample(
@@ -58,16 +63,19 @@ def process_and_sample(
     Returns a :class:`SampledLogprobs`. A row that is not valid, such as one without an allowed token, has id 0, rank 0
     and NaN. Nothing is read on the host.
 
-    Raises ValueError or TypeError as the two ops do. Semantics: vLLM's sampler with logprobs.
+    Raises ValueError or TypeError as the two ops do. Semantics: vLLM's sampler with logprobs, except that its raw
+    log-probabilities are of the logits before penalties and bitmask: :func:`token_logprobs` of a copy gives those.
 
     >>> logits, seen = torch.tensor([[1.0, 3.0, 2.9]]), torch.tensor([[1]])
     >>> drawn = process_and_sample(logits, 0.0, 1, token_ids=seen, repetition_penalty=2.0, top_n=2)
     >>> drawn.ids.tolist(), drawn.top_ids.tolist(), drawn.ranks.tolist()
     ([2], [[2, 1]], [1])
     """
-    check.number(_OP, "top_n", top_n, integer=True, minimum=0)
-    check.flag(_OP, "processed", processed)
-    keyed = keys(_OP, logits, generator, seed, offset, True, name="logits")
+    if type(top_n) is not int or top_n < 0:
+        check.number(_OP, "top_n", top_n, integer=True, minimum=0)
+    if type(processed) is not bool:
+        check.flag(_OP, "processed", processed)
+    key = keys(_OP, logits, generator, seed, offset, True, name="logits")
     return SampledLogprobs(
         *_process_and_sample(
             logits,
@@ -76,14 +84,10 @@ def process_and_sample(
             prompt_lengths,
             *penalties(_OP, token_ids, repetition_penalty, presence_penalty, frequency_penalty),
             bitmask,
-            *temperature_or_tensor(_OP, temperature),
-            *count_or_tensor(_OP, "top_k", top_k),
-            *number_or_tensor(_OP, "top_p", top_p),
-            *number_or_tensor(_OP, "min_p", min_p),
-            is_joint(_OP, filter_apply_order),
+            *filters_of(_OP, temperature, top_k, top_p, min_p, filter_apply_order),
             top_n,
             processed,
-            *keyed,
+            *key,
         )
     )
 
@@ -96,15 +100,11 @@ def _check_process_and_sample(*given: Any, **named: Any) -> None:
     arguments = dict(zip(_NAMES, given, strict=False)) | named
     processing = {name: arguments[name] for name in _NAMES[:_NUM_PROCESSING]}
     check_processing(_OP, **processing, bias_ids=None, bias_values=None)
-    check_draw(_OP, arguments["logits"], **{name: arguments[name] for name in _NAMES[_NUM_PROCESSING:]})
+    check_draw(_OP, arguments)
 
 
-def _shape_of_step(
-    *given: Any, **named: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    arguments = dict(zip(_NAMES, given, strict=False)) | named
-    ids, valid = shape_of_draw(arguments["logits"])
-    return ids, valid, *shape_of_logprobs(arguments["logits"], ids, arguments["top_n"])
+def _shape_of_step(*given: Any, **named: Any) -> Sampled:
+    return shape_of_sampled(dict(zip(_NAMES, given, strict=False)) | named)
 
 
 @kernel_op(
@@ -142,37 +142,16 @@ def _process_and_sample(
     offset: torch.Tensor | None,
     offset_value: int,
     offset_stride: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Sampled:
     """Each parameter as a tensor, or None and a number."""
-    processing = (
-        token_ids, lengths, prompt_lengths, repetition_penalty, repetition_penalty_value, presence_penalty,
-        presence_penalty_value, frequency_penalty, frequency_penalty_value,
-    )  # fmt: skip
     filters = (temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value, joint)
     key = (seed, seed_value, offset, offset_value, offset_stride)
-    if is_one_launch(top_k, top_k_value, logits.shape[1]):
-        results = logprob_tensors(logits, top_n)
-        allocate, rows = allocator(logits), logits.shape[0]
-        ids, valid = allocate((rows,), (1,), torch.int32), allocate((rows,), (1,), torch.bool)
-        _launch.binary.process_and_sample(
-            ids, valid, *results, logits, *processing, bitmask, *filters, not processed, *key
-        )
-        return ids, valid, *results
-    _check_before_writing(logits, *processing, bitmask, *filters, top_n, processed, *key)
-    _launch.binary.process_logits(logits, logits, *processing, None, None, bitmask)
-    return _sample_with_logprobs(logits, *filters, top_n, processed, *key)
-
-
-def _check_before_writing(*given: Any) -> None:
-    """What the entry points of the draw would find wrong only after the penalties are written."""
-    arguments = dict(zip(_NAMES, given, strict=True))
-    _check_process_and_sample(**arguments)
-    logits = arguments.pop("logits")
-    check.disjoint(_OP, "logits", logits)
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor):
-            check.no_overlap(_OP, "logits", logits, name, value)
-    if arguments["top_n"] > _launch.MAX_K:
-        raise UnsupportedError("kernels cover top_n up to 1024")
-    if logits.shape[0] > _MOST_ROWS:
-        raise UnsupportedError("kernels cover up to 2^27 rows")
+    results = sampled_tensors(logits, top_n)
+    has_drawn = _launch.binary.process_and_sample(
+        *results, logits, token_ids, lengths, prompt_lengths, repetition_penalty, repetition_penalty_value,
+        presence_penalty, presence_penalty_value, frequency_penalty, frequency_penalty_value, bitmask, *filters,
+        not processed, *key,
+    )  # fmt: skip
+    if not has_drawn:
+        draw_then_logprobs(_OP, results, logits, Filters(*filters), key, processed)
+    return results

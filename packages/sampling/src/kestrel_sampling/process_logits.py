@@ -90,7 +90,17 @@ def penalties(
     frequency: float | torch.Tensor,
 ) -> Penalties:
     """Each penalty as a tensor, or None and a number; those that are not neutral need a history."""
-    if not (type(repetition) is float and repetition > 0.0) and not isinstance(repetition, torch.Tensor):
+    if (  # the common case takes no further checks
+        type(repetition) is float
+        and repetition > 0.0
+        and type(presence) is float
+        and presence == presence  # no NaN
+        and type(frequency) is float
+        and frequency == frequency
+        and (token_ids is not None or (repetition == 1.0 and presence == frequency == 0.0))
+    ):
+        return None, repetition, None, presence, None, frequency
+    if not isinstance(repetition, torch.Tensor):
         check.number(op, "repetition_penalty", repetition, above=0)
     found = (
         *number_or_tensor(op, "repetition_penalty", repetition),

@@ -35,13 +35,13 @@ def process_logits(
         bias = bias.index_put_((rows, index), bias_values.double(), accumulate=True)[:, :width]
         values = torch.where(count(index, width) > 0, (values.double() + bias).float(), values)
     if token_ids is not None:
-        place = torch.arange(token_ids.shape[1], device=device)
+        position = torch.arange(token_ids.shape[1], device=device)
         in_history = torch.ones_like(token_ids, dtype=torch.bool)
         if lengths is not None:
-            in_history = place < lengths.view(-1, 1)
+            in_history = position < lengths.view(-1, 1)
         in_output = in_history
         if prompt_lengths is not None:
-            in_output = in_history & (place >= prompt_lengths.view(-1, 1))
+            in_output = in_history & (position >= prompt_lengths.view(-1, 1))
         repetition = per_row(repetition_penalty, repetition_penalty_value, device)
         presence = per_row(presence_penalty, presence_penalty_value, device)
         frequency = per_row(frequency_penalty, frequency_penalty_value, device)

@@ -143,11 +143,11 @@ def sample_from_logits(
     offset_stride: int,
 ) -> Draw:
     """Temperature, min-p, then top-k and top-p. A temperature of 0 keeps the first of the largest logits."""
-    heat = per_row(temperature, temperature_value, logits.device)
-    weights = exponentials(logits, heat)
+    temperature = per_row(temperature, temperature_value, logits.device)
+    weights = exponentials(logits, temperature)
     mass, valid = integer_mass(weights)
     mass = torch.where(keep_min_p(weights, per_row(min_p, min_p_value, logits.device)), mass, 0)
-    k = torch.where(heat <= 0, 1, per_row(top_k, top_k_value, logits.device).long())
+    k = torch.where(temperature <= 0, 1, per_row(top_k, top_k_value, logits.device).long())
     p = None if top_p is None and top_p_value >= 1 else per_row(top_p, top_p_value, logits.device)
     keys = Keys(seed, seed_value, offset, offset_value, offset_stride)
     return filtered_draw(logits.float(), mass, valid, keys, top_k=k, top_p=p, joint=joint)
@@ -157,11 +157,11 @@ def softmax(
     logits: torch.Tensor, temperature: torch.Tensor | None = None, temperature_value: float = 1.0
 ) -> torch.Tensor:
     """float32 probabilities; a temperature of 0 puts everything on the first of the largest logits."""
-    heat = per_row(temperature, temperature_value, logits.device)
-    weights = torch.exp2(exponents(logits, heat))
+    temperature = per_row(temperature, temperature_value, logits.device)
+    weights = torch.exp2(exponents(logits, temperature))
     soft = (weights / row_sums(weights)).float()
     first = torch.arange(logits.shape[1], device=logits.device) == logits.float().argmax(dim=1, keepdim=True)
-    return torch.where((heat <= 0) & ~soft.isnan(), first.float(), soft)
+    return torch.where((temperature <= 0) & ~soft.isnan(), first.float(), soft)
 
 
 def top_p_renorm_probs(probs: torch.Tensor, top_p: torch.Tensor | None, top_p_value: float) -> torch.Tensor:
@@ -196,8 +196,8 @@ def exponents(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     and 3e38. No exponent is below -200, whose weight is 0 in float32: nothing overflows, -inf included.
     """
     logits = logits.float()
-    heat = torch.where(temperature <= 0, 1.0, temperature).double()
-    exact = torch.full_like(heat, math.log2(math.e)) / heat
+    temperature = torch.where(temperature <= 0, 1.0, temperature).double()
+    exact = torch.full_like(temperature, math.log2(math.e)) / temperature
     nearest = exact.float()
     down = torch.where(nearest.double() > exact, nearest.nextafter(torch.zeros_like(nearest)), nearest)
     slope = down.clamp(1e-36, 3e38)
@@ -231,7 +231,7 @@ def filtered_draw(
     if top_p is None:
         return draw(remaining, valid, words[..., 0])
     refuse_capture("top-p sampling", "the host reads whether a row needs another round")
-    place = torch.empty_like(order).scatter_(
+    rank = torch.empty_like(order).scatter_(
         1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
     )
     ids, pending = torch.zeros_like(valid, dtype=torch.int32), valid.unsqueeze(1)
@@ -243,10 +243,10 @@ def filtered_draw(
             accepted = pending & kept.gather(1, drawn.long())
             ids = torch.where(accepted, drawn, ids.unsqueeze(1)).squeeze(1)
             pending = pending & ~accepted
-            first = torch.minimum(first, place.gather(1, drawn.long()))
+            first = torch.minimum(first, rank.gather(1, drawn.long()))
         if not pending.any():
             return ids, valid
-        remaining = torch.where(pending & (place >= first) & (round_ >= row_rounds), 0, remaining)
+        remaining = torch.where(pending & (rank >= first) & (round_ >= row_rounds), 0, remaining)
         words = random_words(keys, mass, round_)
     raise AssertionError("the first entry is kept")
 
@@ -269,8 +269,8 @@ def keep_filtered(
 
 def keep_top_k(order: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
     """The first k places; all of them for k <= 0."""
-    place = torch.arange(order.shape[1], device=order.device)
-    return ((place < top_k) | (top_k <= 0)).expand(order.shape)
+    rank = torch.arange(order.shape[1], device=order.device)
+    return ((rank < top_k) | (top_k <= 0)).expand(order.shape)
 
 
 def keep_min_p(weights: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:

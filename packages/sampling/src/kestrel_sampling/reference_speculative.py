@@ -60,9 +60,9 @@ def chain_speculative_sampling(
     mass, valid = integer_mass(left)
     drawn, valid = draw(mass, valid, words[..., 0].gather(1, emitted))
 
-    place = torch.arange(steps + 1, device=device)
+    position = torch.arange(steps + 1, device=device)
     chain = torch.cat((draft_token_ids.to(torch.int32), drawn.unsqueeze(1)), 1)
-    ids = torch.where(place < emitted, chain, torch.where(place == emitted, drawn.unsqueeze(1), -1))
+    ids = torch.where(position < emitted, chain, torch.where(position == emitted, drawn.unsqueeze(1), -1))
     maybe_output_accepted_token_num += accepted.sum(1)
     maybe_output_emitted_draft_token_num += emitted.squeeze(1)
     return ids, valid

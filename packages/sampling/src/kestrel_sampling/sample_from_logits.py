@@ -10,17 +10,13 @@ from kestrel_runtime import kernel_op
 
 from . import _launch, reference_sampling
 from ._parameters import (
-    Keys,
     check_filters,
     check_keys,
     check_probs,
-    count_or_tensor,
-    is_joint,
+    filters_of,
     keys,
     keys_of_an_eager_call,
-    number_or_tensor,
     shape_of_draw,
-    temperature_or_tensor,
 )
 
 
@@ -59,7 +55,7 @@ def sample_from_logits(
     [1, 2]
     """
     op = "sample_from_logits"
-    keyed = None
+    key = None
     if (  # the common case takes no further checks in Python
         type(temperature) is float
         and temperature >= 0.0
@@ -73,21 +69,17 @@ def sample_from_logits(
         and filter_apply_order == "top_k_first"
     ):
         try:
-            keyed = keys_of_an_eager_call(logits, generator, seed, offset)
-            if keyed is not None:
-                return _launch.draw_by_numbers(op, logits, keyed, temperature, top_k, top_p, min_p, return_valid)
-        except Exception:  # of any kind: arguments are not checked yet; a launch that failed fails again below
+            key = keys_of_an_eager_call(logits, generator, seed, offset)
+            if key is not None:
+                return _launch.draw_by_numbers(op, logits, key, temperature, top_k, top_p, min_p, return_valid)
+        except Exception:  # of any kind, as in kernel_op: arguments are not checked yet. A failed launch fails again
             pass
-    if keyed is None:
-        keyed = keys(op, logits, generator, seed, offset, return_valid, name="logits")
+    if key is None:
+        key = keys(op, logits, generator, seed, offset, return_valid, name="logits")
     ids, valid = _sample_from_logits(
         logits,
-        *temperature_or_tensor(op, temperature),
-        *count_or_tensor(op, "top_k", top_k),
-        *number_or_tensor(op, "top_p", top_p),
-        *number_or_tensor(op, "min_p", min_p),
-        is_joint(op, filter_apply_order),
-        *keyed,
+        *filters_of(op, temperature, top_k, top_p, min_p, filter_apply_order),
+        *key,
     )
     return (ids, valid) if return_valid else ids
 
@@ -142,7 +134,7 @@ def _sample_from_logits(
     return _launch.draw(
         "sample_from_logits",
         logits,
-        Keys(seed, seed_value, offset, offset_value, offset_stride),
+        (seed, seed_value, offset, offset_value, offset_stride),
         logits=True,
         temperature=(temperature, temperature_value),
         top_k=(top_k, top_k_value),

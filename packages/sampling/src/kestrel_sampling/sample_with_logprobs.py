@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -10,21 +12,18 @@ from kestrel_runtime import allocator, check, kernel_op
 
 from . import _launch, reference_logits
 from ._parameters import (
-    Keys,
+    Filters,
+    KeyFields,
     check_filters,
     check_keys,
     check_probs,
-    count_or_tensor,
-    is_joint,
+    filters_of,
     keys,
-    number_or_tensor,
     shape_of_draw,
-    temperature_or_tensor,
 )
 from .token_logprobs import logprob_tensors, shape_of_logprobs
 
 _OP = "sample_with_logprobs"
-_NO_FILTERS = (None, 1.0, None, 0, None, 1.0, None, 0.0, False)
 
 
 class SampledLogprobs(NamedTuple):
@@ -42,6 +41,10 @@ class SampledLogprobs(NamedTuple):
     """int32 [B, n]: the tokens with the largest logits."""
     top_logprobs: torch.Tensor
     """float32 [B, n]: of those."""
+
+
+Sampled = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""The fields of :class:`SampledLogprobs`."""
 
 
 def sample_with_logprobs(
@@ -76,76 +79,46 @@ def sample_with_logprobs(
     >>> drawn.ids.tolist(), drawn.logprobs.tolist(), drawn.top_ids.tolist(), drawn.top_logprobs.tolist()
     ([1], [0.0], [[1, 2]], [[0.0, -inf]])
     """
-    check.number(_OP, "top_n", top_n, integer=True, minimum=0)
-    check.flag(_OP, "processed", processed)
-    keyed = keys(_OP, logits, generator, seed, offset, True, name="logits")
+    if type(top_n) is not int or top_n < 0:
+        check.number(_OP, "top_n", top_n, integer=True, minimum=0)
+    if type(processed) is not bool:
+        check.flag(_OP, "processed", processed)
+    key = keys(_OP, logits, generator, seed, offset, True, name="logits")
     return SampledLogprobs(
         *_sample_with_logprobs(
             logits,
-            *temperature_or_tensor(_OP, temperature),
-            *count_or_tensor(_OP, "top_k", top_k),
-            *number_or_tensor(_OP, "top_p", top_p),
-            *number_or_tensor(_OP, "min_p", min_p),
-            is_joint(_OP, filter_apply_order),
+            *filters_of(_OP, temperature, top_k, top_p, min_p, filter_apply_order),
             top_n,
             processed,
-            *keyed,
+            *key,
         )
     )
 
 
-def check_draw(
-    op: str,
-    logits: torch.Tensor,
-    temperature: torch.Tensor | None,
-    temperature_value: float,
-    top_k: torch.Tensor | None,
-    top_k_value: int,
-    top_p: torch.Tensor | None,
-    top_p_value: float,
-    min_p: torch.Tensor | None,
-    min_p_value: float,
-    joint: bool,
-    top_n: int,
-    processed: bool,
-    seed: torch.Tensor | None,
-    seed_value: int,
-    offset: torch.Tensor | None,
-    offset_value: int,
-    offset_stride: int,
-) -> None:
-    """Raise for arguments of :func:`_sample_with_logprobs` that are wrong, as arguments of ``op``."""
+_NAMES = tuple(inspect.signature(reference_logits.sample_with_logprobs).parameters)
+
+
+def check_draw(op: str, given: Mapping[str, Any]) -> None:
+    """Raise for arguments of :func:`_sample_with_logprobs`, by name, that are wrong as arguments of ``op``."""
+    logits = given["logits"]
     check_probs(op, logits, "logits")
-    check_filters(op, logits, temperature, top_k, top_p, min_p)
-    check.number(op, "top_n", top_n, integer=True, minimum=0, maximum=logits.shape[1])
-    check_keys(op, logits, seed, offset, offset_stride, "logits")
+    check_filters(op, logits, given["temperature"], given["top_k"], given["top_p"], given["min_p"])
+    check.number(op, "top_n", given["top_n"], integer=True, minimum=0, maximum=logits.shape[1])
+    check_keys(op, logits, given["seed"], given["offset"], given["offset_stride"], "logits")
+
+
+def shape_of_sampled(given: Mapping[str, Any]) -> Sampled:
+    """The results of a draw with log-probabilities, of its arguments by name."""
+    ids, valid = shape_of_draw(given["logits"])
+    return ids, valid, *shape_of_logprobs(given["logits"], ids, given["top_n"])
 
 
 def _check_sample_with_logprobs(*given: Any, **named: Any) -> None:
-    check_draw(_OP, *given, **named)
+    check_draw(_OP, dict(zip(_NAMES, given, strict=False)) | named)
 
 
-def is_one_launch(top_k: torch.Tensor | None, top_k_value: int, width: int) -> bool:
-    """Whether the kernel that draws also computes log-probabilities."""
-    return top_k is None and 0 < top_k_value <= _launch.MAX_K and top_k_value < width
-
-
-def _shape_of_sampled_logprobs(
-    logits: torch.Tensor,
-    temperature: torch.Tensor | None,
-    temperature_value: float,
-    top_k: torch.Tensor | None,
-    top_k_value: int,
-    top_p: torch.Tensor | None,
-    top_p_value: float,
-    min_p: torch.Tensor | None,
-    min_p_value: float,
-    joint: bool,
-    top_n: int,
-    *_parameters: object,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    ids, valid = shape_of_draw(logits)
-    return ids, valid, *shape_of_logprobs(logits, ids, top_n)
+def _shape_of_sampled_logprobs(*given: Any, **named: Any) -> Sampled:
+    return shape_of_sampled(dict(zip(_NAMES, given, strict=False)) | named)
 
 
 @kernel_op(
@@ -172,25 +145,32 @@ def _sample_with_logprobs(
     offset: torch.Tensor | None,
     offset_value: int,
     offset_stride: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Sampled:
     """Each parameter as a tensor, or None and a number."""
-    key = Keys(seed, seed_value, offset, offset_value, offset_stride)
-    results = logprob_tensors(logits, top_n)
     filters = (temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p, min_p_value, joint)
-    if is_one_launch(top_k, top_k_value, logits.shape[1]):
-        allocate, rows = allocator(logits), logits.shape[0]
-        ids, valid = allocate((rows,), (1,), torch.int32), allocate((rows,), (1,), torch.bool)
-        _launch.binary.sample_with_logprobs(ids, valid, *results, logits, *filters, not processed, *key)
-        return ids, valid, *results
-    ids, valid = _launch.draw(
-        _OP, logits, key, logits=True, temperature=(temperature, temperature_value), top_k=(top_k, top_k_value),
-        top_p=(top_p, top_p_value), min_p=(min_p, min_p_value), joint=joint,
-    )  # fmt: skip
-    _launch.binary.token_logprobs(*results, logits, ids, *(filters if processed else _NO_FILTERS))
-    if temperature is not None and not processed:  # which may be NaN
-        invalid = valid.logical_not()
-        results[0].masked_fill_(invalid, torch.nan)
-        results[1].masked_fill_(invalid, 0)
-        if top_n:
-            results[3].masked_fill_(invalid[:, None], torch.nan)
-    return ids, valid, *results
+    key = (seed, seed_value, offset, offset_value, offset_stride)
+    results = sampled_tensors(logits, top_n)
+    if not _launch.binary.sample_with_logprobs(*results, logits, *filters, not processed, *key):
+        draw_then_logprobs(_OP, results, logits, Filters(*filters), key, processed)
+    return results
+
+
+def sampled_tensors(logits: torch.Tensor, top_n: int) -> Sampled:
+    """Uninitialised results."""
+    allocate, rows = allocator(logits), logits.shape[0]
+    return (
+        allocate((rows,), (1,), torch.int32),
+        allocate((rows,), (1,), torch.bool),
+        *logprob_tensors(allocate, rows, top_n),
+    )
+
+
+def draw_then_logprobs(
+    op: str, results: Sampled, logits: torch.Tensor, filters: Filters, key: KeyFields, processed: bool
+) -> None:
+    """The launches of a call that one launch does not cover."""
+    ids, valid, *logprobs = results
+    _launch.binary.sample(op, ids, valid, logits, True, *filters, *key, 0, 0)
+    if not processed:  # of the logits alone; NaN where the temperature is
+        filters = Filters(None if filters.temperature is None else filters.temperature.clamp(1.0, 1.0))
+    _launch.binary.token_logprobs(*logprobs, logits, ids, *filters)

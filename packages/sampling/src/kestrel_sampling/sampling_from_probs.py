@@ -7,7 +7,7 @@ import torch
 from kestrel_runtime import kernel_op
 
 from . import _launch, reference_sampling
-from ._parameters import Keys, check_keys, check_probs, keys, shape_of_draw
+from ._parameters import check_keys, check_probs, keys, shape_of_draw
 
 
 def sampling_from_probs(
@@ -65,4 +65,4 @@ def _sampling_from_probs(
     offset_stride: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
-    return _launch.draw("sampling_from_probs", probs, Keys(seed, seed_value, offset, offset_value, offset_stride))
+    return _launch.draw("sampling_from_probs", probs, (seed, seed_value, offset, offset_value, offset_stride))

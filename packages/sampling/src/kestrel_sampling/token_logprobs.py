@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from kestrel_runtime import allocator, check, kernel_op
 
 from . import reference_logits
 from ._launch import binary
-from ._parameters import check_filters, check_probs, count_or_tensor, is_joint, number_or_tensor, temperature_or_tensor
+from ._parameters import check_filters, check_probs, filters_of
 
 _OP = "token_logprobs"
 
@@ -64,17 +65,14 @@ def token_logprobs(
     >>> found.logprobs.tolist(), found.ranks.tolist(), found.top_ids.tolist()
     ([-inf, 0.0], [2, 1], [[0, 1], [2, 1]])
     """
-    check.number(_OP, "top_n", top_n, integer=True, minimum=0)
+    if type(top_n) is not int or top_n < 0:
+        check.number(_OP, "top_n", top_n, integer=True, minimum=0)
     return TokenLogprobs(
         *_token_logprobs(
             logits,
             ids,
             top_n,
-            *temperature_or_tensor(_OP, temperature),
-            *count_or_tensor(_OP, "top_k", top_k),
-            *number_or_tensor(_OP, "top_p", top_p),
-            *number_or_tensor(_OP, "min_p", min_p),
-            is_joint(_OP, filter_apply_order),
+            *filters_of(_OP, temperature, top_k, top_p, min_p, filter_apply_order),
         )
     )
 
@@ -131,7 +129,7 @@ def _token_logprobs(
     joint: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
-    results = logprob_tensors(logits, top_n)
+    results = logprob_tensors(allocator(logits), logits.shape[0], top_n)
     binary.token_logprobs(
         *results, logits, ids, temperature, temperature_value, top_k, top_k_value, top_p, top_p_value, min_p,
         min_p_value, joint,
@@ -139,9 +137,10 @@ def _token_logprobs(
     return results
 
 
-def logprob_tensors(logits: torch.Tensor, top_n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def logprob_tensors(
+    allocate: Callable[..., torch.Tensor], rows: int, top_n: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Uninitialised logprobs, ranks, top_ids and top_logprobs."""
-    allocate, rows = allocator(logits), logits.shape[0]
     return (
         allocate((rows,), (1,), torch.float32),
         allocate((rows,), (1,), torch.int32),

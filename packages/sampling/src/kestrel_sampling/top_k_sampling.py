@@ -10,7 +10,6 @@ from kestrel_runtime import kernel_op
 
 from . import _launch, reference_sampling
 from ._parameters import (
-    Keys,
     check_keys,
     check_parameter,
     check_probs,
@@ -48,8 +47,8 @@ def top_k_sampling_from_probs(
     [1]
     """
     op = "top_k_sampling_from_probs"
-    keyed = keys(op, probs, generator, seed, offset, return_valid)
-    ids, valid = _top_k_sampling_from_probs(probs, *count_or_tensor(op, "top_k", top_k), *keyed)
+    key = keys(op, probs, generator, seed, offset, return_valid)
+    ids, valid = _top_k_sampling_from_probs(probs, *count_or_tensor(op, "top_k", top_k), *key)
     return (ids, valid) if return_valid else ids
 
 
@@ -83,9 +82,9 @@ def top_k_top_p_sampling_from_probs(
     [1]
     """
     op = "top_k_top_p_sampling_from_probs"
-    keyed = keys(op, probs, generator, seed, offset, return_valid)
+    key = keys(op, probs, generator, seed, offset, return_valid)
     k, p = count_or_tensor(op, "top_k", top_k), number_or_tensor(op, "top_p", top_p)
-    ids, valid = _top_k_top_p_sampling_from_probs(probs, *k, *p, is_joint(op, filter_apply_order), *keyed)
+    ids, valid = _top_k_top_p_sampling_from_probs(probs, *k, *p, is_joint(op, filter_apply_order), *key)
     return (ids, valid) if return_valid else ids
 
 
@@ -122,8 +121,8 @@ def _top_k_sampling_from_probs(
     offset_stride: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
-    keyed = Keys(seed, seed_value, offset, offset_value, offset_stride)
-    return _launch.draw("top_k_sampling_from_probs", probs, keyed, top_k=(top_k, top_k_value))
+    key = (seed, seed_value, offset, offset_value, offset_stride)
+    return _launch.draw("top_k_sampling_from_probs", probs, key, top_k=(top_k, top_k_value))
 
 
 def _check_top_k_top_p_sampling_from_probs(
@@ -169,7 +168,7 @@ def _top_k_top_p_sampling_from_probs(
     return _launch.draw(
         "top_k_top_p_sampling_from_probs",
         probs,
-        Keys(seed, seed_value, offset, offset_value, offset_stride),
+        (seed, seed_value, offset, offset_value, offset_stride),
         top_k=(top_k, top_k_value),
         top_p=(top_p, top_p_value),
         joint=joint,

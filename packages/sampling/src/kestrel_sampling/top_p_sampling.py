@@ -7,7 +7,7 @@ import torch
 from kestrel_runtime import kernel_op
 
 from . import _launch, reference_sampling
-from ._parameters import Keys, check_keys, check_parameter, check_probs, keys, number_or_tensor, shape_of_draw
+from ._parameters import check_keys, check_parameter, check_probs, keys, number_or_tensor, shape_of_draw
 
 
 def top_p_sampling_from_probs(
@@ -47,8 +47,8 @@ def top_p_sampling_from_probs(
     torch.Size([2])
     """
     op = "top_p_sampling_from_probs"
-    keyed = keys(op, probs, generator, seed, offset, return_valid)
-    ids, valid = _top_p_sampling_from_probs(probs, *number_or_tensor(op, "top_p", top_p), *keyed)
+    key = keys(op, probs, generator, seed, offset, return_valid)
+    ids, valid = _top_p_sampling_from_probs(probs, *number_or_tensor(op, "top_p", top_p), *key)
     return (ids, valid) if return_valid else ids
 
 
@@ -85,5 +85,5 @@ def _top_p_sampling_from_probs(
     offset_stride: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each parameter as a tensor, or None and a number."""
-    keyed = Keys(seed, seed_value, offset, offset_value, offset_stride)
-    return _launch.draw("top_p_sampling_from_probs", probs, keyed, top_p=(top_p, top_p_value))
+    key = (seed, seed_value, offset, offset_value, offset_stride)
+    return _launch.draw("top_p_sampling_from_probs", probs, key, top_p=(top_p, top_p_value))

@@ -131,6 +131,14 @@ class KestrelAttention(AttentionBackend):
         unknown = {name for name, value in more.items() if value is not None} - {"sinks"}
         if unknown or layer.is_cross_attention or layer.attn_type != AttentionType.DECODER or layer.use_irope:
             raise NotImplementedError(f"kestrel attention: expected decoder attention, got {sorted(unknown)}, {layer}")
+        if layer.logit_cap and layer.logit_capping_method != "tanh":
+            raise NotImplementedError(
+                f"kestrel attention: logit_capping_method: expected tanh, got {layer.logit_capping_method}"
+            )
+        if (layer.xai_temperature_len or -1) > 0:
+            raise NotImplementedError(
+                f"kestrel attention: xai_temperature_len: expected none, got {layer.xai_temperature_len}"
+            )
         assert self.forward_metadata is not None
         keys, values = self.pool.get_kv_buffer(layer.layer_id)
         options = {

@@ -26,7 +26,7 @@ def paged_attention() -> str:
 
     if not is_kernels_available():
         raise ImportError(
-            "paged_attention: expected the package kernels (0.16), as transformers loads its kernels by it"
+            "paged_attention: expected the package kernels, in a version that the installed transformers takes"
         )
     folder = Path(__file__).with_name("flash2")
     given = [each for each in os.environ.get(VARIABLE, "").split(os.pathsep) if each]

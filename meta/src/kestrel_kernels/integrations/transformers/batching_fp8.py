@@ -132,7 +132,9 @@ def _manager() -> type[Any]:
             super().switch_to_cb_friendly_attn(model)
             if self.is_destroyed:
                 self.is_destroyed = False
-                Manager.__init__(self, model, self.generation_config, self.continuous_batching_config)
+                continuous_api.ContinuousBatchingManager.__init__(
+                    self, model, self.generation_config, self.continuous_batching_config
+                )
 
         def destroy(self) -> None:
             super().destroy()

@@ -9,8 +9,10 @@ import argparse
 import datetime
 import functools
 import gc
+import importlib.util
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -144,10 +146,10 @@ def failed(error: Exception) -> dict[str, Any]:
     }
 
 
-def rows_of(model: Any, options: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+def measure_rows(model: Any, options: argparse.Namespace, device: torch.device, rows: list[dict[str, Any]]) -> None:
+    """Append a row for each candidate as soon as it is measured."""
     from . import apply, generate, quantize, restore
 
-    rows: list[dict[str, Any]] = []
     vocabulary = model.config.get_text_config().vocab_size
 
     def measure(way: str, weights: str, kv_cache: str, batch: int, run: Callable[[Tensor, Clock], Any]) -> None:
@@ -203,7 +205,6 @@ def rows_of(model: Any, options: argparse.Namespace, device: torch.device) -> li
             for kv_cache in options.kv_cache:
                 measure("kestrel", weights, kv_cache, batch, functools.partial(run, kv_cache=kv_cache))
         restore(model)
-    return rows
 
 
 def line(row: dict[str, Any] | None) -> str:
@@ -248,6 +249,23 @@ def _kept(path: Path | None) -> dict[str, Any]:
     return found
 
 
+def _check_places(options: argparse.Namespace) -> None:
+    """Raises ValueError, before anything is timed, if a file that will be written cannot be."""
+    for name, path in (("--out", options.out), ("--plot", options.plot)):
+        if path is None:
+            continue
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            raise ValueError(f"{name}: expected a file that can be written, got {path} ({error.strerror})") from None
+    if options.plot is not None:
+        if options.plot.suffix != ".svg":
+            raise ValueError(f"--plot: expected an SVG file, got {options.plot}")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--plot: expected matplotlib, which is not installed")
+
+
 def main(arguments: Sequence[str], *, prog: str) -> int:
     """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
@@ -273,6 +291,7 @@ def main(arguments: Sequence[str], *, prog: str) -> int:
             parser.error(f"--{name}: expected at least {least}, got {value}")
     try:
         kept = _kept(options.out)
+        _check_places(options)
     except ValueError as error:
         parser.error(str(error))
     from transformers.utils import logging
@@ -284,16 +303,21 @@ def main(arguments: Sequence[str], *, prog: str) -> int:
         print("no GPU here: the model runs on the CPU; --layers makes it smaller", file=sys.stderr, flush=True)
     try:
         model = build(options.config, device, options.layers)
-    except ValueError as error:
+    except (ValueError, OSError, torch.OutOfMemoryError) as error:
         parser.error(str(error).partition("\n")[0])
+    rows: list[dict[str, Any]] = []
     figures = {name: getattr(options, name) for name in ("prompt", "new_tokens", "layers")}
-    figures = {"environment": machine(device, options.revision), **figures, "rows": rows_of(model, options, device)}
-    entry = f"{options.config}, prompt {options.prompt}"
-    if options.plot is not None:
+    figures = {"environment": machine(device, options.revision), **figures, "rows": rows}
+    entry, status = f"{options.config}, prompt {options.prompt}", 0
+    try:
+        measure_rows(model, options, device, rows)
+    except KeyboardInterrupt:
+        status = 130
+        print("interrupted: the rows measured until then are written", file=sys.stderr)
+    if options.plot is not None and rows:
         from ..plot import draw
 
         draw({entry: figures}, options.plot)
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
+    if options.out is not None and rows:
         options.out.write_text(json.dumps({**kept, entry: figures}, indent=1) + "\n", encoding="utf-8")
-    return 0
+    return status

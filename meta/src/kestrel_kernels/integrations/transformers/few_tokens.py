@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from kestrel_moe import fused_linear_residual, gelu_and_mul, silu_and_mul
 from kestrel_norm import rms_norm_linear
-from kestrel_quant import W4Weight, w4a16_token
+from kestrel_quant import W4Weight, w4a16_token, w4a16_token_covers
 
 from . import w4
 
 TOKENS = range(4, 17)
 """Sequences of a step for which these kernels, with 16-bit weights, are faster than torch's products."""
 _HALF = (torch.bfloat16, torch.float16)
-_W4_NORM_COLUMNS = 8192  # the most that w4a16_token's kernel normalises
 
 
 def activation(name: str) -> Callable[..., Tensor] | None:
@@ -61,14 +60,11 @@ def _weight_of(layer: Any) -> tuple[Tensor | W4Weight, Tensor | None]:
 def takes(layer: Any, x: Tensor, *, norm: Any = None, gated: bool = False) -> bool:
     """Whether :func:`product_of_norm` (with a norm) or :func:`add_product` is for this layer and input."""
     (weight, _), tokens = _weight_of(layer), x.shape[0]
-    rows, columns = weight.shape
-    if weight.dtype != x.dtype or columns % 8:
+    if weight.dtype != x.dtype:
         return False
-    if not isinstance(weight, W4Weight):
-        return tokens in TOKENS and (norm is None or norm.weight_bias == 0)
-    whole = weight.group_size % 128 == 0 or weight.group_size == columns
-    fits = whole and weight.permutation is None and rows % (32 if gated else 16) == 0
-    return fits and tokens == 1 and not (norm is not None and columns > _W4_NORM_COLUMNS)
+    if isinstance(weight, W4Weight):
+        return tokens == 1 and w4a16_token_covers(weight, norm=norm is not None, gated=gated)
+    return tokens in TOKENS and weight.shape[1] % 8 == 0 and (norm is None or norm.weight_bias == 0)
 
 
 def product(layer: Any, x: Tensor) -> Tensor:

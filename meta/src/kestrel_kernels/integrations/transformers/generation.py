@@ -20,7 +20,7 @@ from kestrel_sampling import sample_from_logits
 from ...graphs import captured, replay
 from ...host_copy import HostCopy
 from .cache import KestrelCache
-from .modules import in_place, tabulated
+from .modules import cache_names, in_place, tabulated
 from .patch import is_applied, modules_of, owns_residuals, reads_positions
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -133,6 +133,7 @@ class Decoding:
         self.model = model
         self._cache = weakref.ref(cache)  # which holds this object
         self.device = device = model.device
+        self.cache_name = cache_names(type(model).forward)[0]
         self.pad = torch.tensor(pad, dtype=torch.int32, device=device)
         self.invalid = torch.tensor([[0], [-1]], dtype=torch.int32, device=device)  # tokens and ids of logits with NaN
         self.tables: dict[Any, tuple[Tensor, Tensor]] = {}
@@ -172,7 +173,7 @@ class Decoding:
 
     def _forward(self, ids: Tensor, positions: Tensor, **options: Any) -> None:
         """Puts the next token of each sequence into `ids`."""
-        options |= {"position_ids": positions, "past_key_values": self.cache, "use_cache": True}
+        options |= {"position_ids": positions, self.cache_name: self.cache, "use_cache": True}
         owned = in_place() if self.in_place else contextlib.nullcontext()
         with owned, tabulated(self.tables, self.cache.max_tokens + 1):
             logits = self.model(input_ids=ids, **options).logits[:, -1]

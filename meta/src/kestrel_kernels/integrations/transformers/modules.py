@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -263,6 +264,14 @@ def is_watched(module: Any) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def cache_names(function: Any) -> tuple[str, ...]:
+    """What transformers calls the cache among this forward function's arguments: `cache` from 5.24 on.
+
+    Before, an argument of that name is one of continuous batching, for the attention function.
+    """
+    return ("cache", "past_key_values")["cache" not in inspect.signature(function).parameters :]
+
+
 class Attention(Changed):
     """Q, K and V in one product, rotation in place, then the attention function that the config names."""
 
@@ -270,6 +279,7 @@ class Attention(Changed):
         super().__init__(module)
         self.qkv = qkv
         self.options = options
+        self.cache_names = cache_names(type(module).forward)
         self.eager = sys.modules[type(module).__module__].eager_attention_forward
         pairs = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
         self.norms = next((pair for pair in pairs if hasattr(module, pair[0])), None)
@@ -280,7 +290,6 @@ class Attention(Changed):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | Tabulated | None = None,
         attention_mask: Any = None,
-        past_key_values: Any = None,
         norm: Norm | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -291,7 +300,9 @@ class Attention(Changed):
         is_changed = self.qkv is not None and not self.qkv.holds()
         if _keeps_its_own(module, hidden_states) or position_embeddings is None or module.training or is_changed:
             names = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
-            return self.original(hidden_states, **names, past_key_values=past_key_values, **kwargs)
+            return self.original(hidden_states, **names, **kwargs)
+        cache = self._cache_among(kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in self.cache_names}
         options, turned = self.options(module), rotation(position_embeddings, hidden_states.shape[0])
         rows, size = hidden_states.shape[:-1], module.head_dim
         if norm is not None:
@@ -301,7 +312,7 @@ class Attention(Changed):
         kv_heads = qkv.shape[-1] // size // (module.num_key_value_groups + 2)
         heads = qkv.view(*rows, -1, size).split([kv_heads * module.num_key_value_groups, kv_heads, kv_heads], dim=-2)
         query, key, value = heads
-        layer = self._decoding_layer(past_key_values, attention_mask, query)
+        layer = self._decoding_layer(cache, attention_mask, query)
         if wants_weights(module, kwargs):
             layer = None
         norms = None if layer is None else self._head_norms(query, turned[1])
@@ -315,8 +326,9 @@ class Attention(Changed):
             return project(getattr(module, self.out), out), None
         rotary_embedding(turned[0], query, key, size, turned[1])
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, module.layer_idx)
+        if cache is not None:
+            more = {"kwargs": kwargs} if "cache" in self.cache_names else {}  # continuous batching's changes them
+            key, value = cache.update(key, value, module.layer_idx, **more)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(module.config._attn_implementation, self.eager)
         out, weights = attend(
             module, query, key, value, attention_mask, dropout=0.0, scaling=module.scaling, **options, **kwargs
@@ -327,7 +339,7 @@ class Attention(Changed):
         """Whether a call with this norm is for this step: its products have kernels, and the cache rotates."""
         module, qkv = self.module, self.qkv or getattr(self.module, "qkv_proj", None)
         out = getattr(module, self.out)
-        cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+        cache, mask = self._cache_among(kwargs), kwargs.get("attention_mask")
         return (
             not (is_watched(module) or module.training or _keeps_its_own(module, residual))
             and kwargs.get("position_embeddings") is not None
@@ -337,6 +349,9 @@ class Attention(Changed):
             and self._decoding_layer(cache, mask, residual) is not None
             and not wants_weights(module, kwargs)
         )
+
+    def _cache_among(self, arguments: dict[str, Any]) -> Any:
+        return next((arguments[name] for name in self.cache_names if arguments.get(name) is not None), None)
 
     def _head_norms(self, query: Tensor, table: Tensor) -> HeadNorms | None:
         """The norms of query and key heads, where the rotation can apply them."""
@@ -501,7 +516,8 @@ def experts_function(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
 
     gated = activation(self.config.hidden_act) if hasattr(self.config, "hidden_act") else None
     fits = self.has_gate and self.is_concatenated and not self.is_transposed and not self.has_bias
-    if not fits or gated not in (silu_and_mul, gelu_and_mul) or _keeps_its_own(self, hidden_states):
+    keeps = _keeps_its_own(self, hidden_states) or top_k_weights.requires_grad  # where a router alone is trained
+    if not fits or gated not in (silu_and_mul, gelu_and_mul) or keeps:
         result: Tensor = batched_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return result
     return fused_experts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from .few_tokens import activation
 from .modules import MLP, Attention, Fused, Head, Layer, Norm, Rotary, Router, experts_function, is_plain
 from .prompts import DTYPES
 
-TESTED = ((5, 17), (5, 23))
+TESTED = ((5, 17), (5, 24))
 """The first and the last release series of transformers that the tests ran with."""
 
 _STATE = "_kestrel_applied"
@@ -56,12 +57,16 @@ def _window_and_softcap(module: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One model family of transformers. Its classes are called `prefix` + RMSNorm, MLP, Attention, ..."""
+    """One model family of transformers. Its classes are called `prefix` + RMSNorm, MLP, Attention, ...
+
+    sandwich: a layer has norms before and after attention and feed-forward. scales: it multiplies what it adds.
+    """
 
     prefix: str
     options: Callable[[Any], dict[str, Any]]
     weight_bias: float = 0.0
     sandwich: bool = False
+    scales: bool = False
 
 
 _FAMILIES = {
@@ -69,13 +74,28 @@ _FAMILIES = {
     "qwen2": Family("Qwen2", _window_of_module),
     "qwen3": Family("Qwen3", _window_of_module),
     "qwen3_moe": Family("Qwen3Moe", _window_of_module),
+    "granite": Family("Granite", _no_options, scales=True),
+    "ministral": Family("Ministral", _window_of_module),
     "mistral": Family("Mistral", _window_of_config),
     "mixtral": Family("Mixtral", _window_of_config),
     "phi": Family("Phi", _no_options),
     "phi3": Family("Phi3", _window_of_config),
+    "gemma": Family("Gemma", _no_options, 1.0),
     "gemma2": Family("Gemma2", _window_and_softcap, 1.0, sandwich=True),
     "gemma3": Family("Gemma3", _window_of_module, 1.0, sandwich=True),
 }
+
+
+_ATTENTION = {"hidden_states", "position_embeddings", "attention_mask", "past_key_values", "cache", "kwargs"}
+_ARGUMENTS = {
+    "RMSNorm": {"x", "hidden_states"},
+    "DecoderLayer": _ATTENTION | {"position_ids", "use_cache"},
+    "MLP": {"x", "hidden_states"},
+    "Attention": _ATTENTION,
+    "TopKRouter": {"hidden_states"},
+    "RotaryEmbedding": {"x", "position_ids", "layer_type"},
+}
+"""The arguments of the forward functions that are replaced, in all tested versions of transformers."""
 
 
 def check_version() -> None:
@@ -155,8 +175,8 @@ def apply(
 ) -> Report:
     """Run the parts of a transformers model on these kernels, through instances and public registries alone.
 
-    Knows Llama, Qwen2 and 2.5, Qwen3, Qwen3-MoE, Mistral, Mixtral, Gemma 2 and 3 (text), Phi (its attention) and Phi3.
-    Other modules stay as they are, and the report names them.
+    Knows Llama, Qwen2 and 2.5, Qwen3, Qwen3-MoE, Mistral, Ministral, Mixtral, Gemma 1 to 3 (text), Granite, Phi (its
+    attention) and Phi3. Other modules stay as they are, and the report names them.
 
     norms: RMSNorm, and its fusion with the addition before it.
     rotary: the attention modules: Q, K and V in one product, rotation in place.
@@ -204,7 +224,10 @@ def _change(
             elif norms and type(module) is nn.LayerNorm:
                 applied.leave(module, "torch's own")
         elif chosen.get(part := type(module).__name__[len(family.prefix) :]):
-            _PATCHES[part](applied, module, family)
+            if reason := _refusal(module, part):
+                applied.leave(module, reason)
+            else:
+                _PATCHES[part](applied, module, family)
     if mlp and _family(model) is not None:
         _patch_head(applied, model.get_output_embeddings())
     if attention:
@@ -265,11 +288,18 @@ def _family(module: Any) -> Family | None:
 
 
 def _is_of_interest(module: Any) -> bool:
-    """Whether a module of another family is one that an apply of that family would replace."""
-    name = type(module).__name__
-    return type(module).__module__.startswith("transformers.models.") and name.endswith(
-        ("Norm", "Attention", "MLP", "Experts", "Router")
-    )
+    """Whether a module of no known family, in transformers or elsewhere, is named as one that would be replaced."""
+    kinds = ("Norm", "Attention", "MLP", "Experts", "Router")
+    return type(module) is not nn.LayerNorm and type(module).__name__.endswith(kinds)
+
+
+def _refusal(module: Any, part: str) -> str | None:
+    """Why the forward function of a module's class is not the one that is known, or None."""
+    forward = type(module).forward
+    if forward.__module__ != type(module).__module__:
+        return "its class has another forward"
+    unknown = [name for name in inspect.signature(forward).parameters if name not in _ARGUMENTS[part] | {"self"}]
+    return f"its forward takes {', '.join(unknown)}" if unknown else None
 
 
 def _patch_norm(applied: _Applied, module: Any, family: Family) -> None:
@@ -277,21 +307,29 @@ def _patch_norm(applied: _Applied, module: Any, family: Family) -> None:
 
 
 def _patch_layer(applied: _Applied, module: Any, family: Family) -> None:
-    if hasattr(module, "post_attention_layernorm"):  # Phi's has one norm, for attention and feed-forward
+    # Phi's has one norm, for attention and feed-forward.
+    if hasattr(module, "post_attention_layernorm") and not family.scales:
         applied.patch(module, Layer(module, sandwich=family.sandwich))
 
 
 def _patch_mlp(applied: _Applied, module: Any, family: Family) -> None:
-    config = module.config
-    act = activation(getattr(config, "hidden_act", None) or config.hidden_activation)
     if hasattr(module, "fc1"):
         applied.leave(module, "without a gate")
-    elif act is None:
+    elif (act := _activation_of(module)) is None:
         applied.leave(module, "activation without a gated form")
     elif hasattr(module, "gate_up_proj"):
         applied.patch(module, MLP(module, None, act))
     else:
         _patch_fused(applied, module, ["gate_proj", "up_proj"], lambda gate_up: MLP(module, gate_up, act))
+
+
+def _activation_of(module: Any) -> Callable[..., Any] | None:
+    """The gated form of an MLP's own activation: configs may name two, of which the module uses one."""
+    from transformers.activations import ACT2FN
+
+    own = module.act_fn if hasattr(module, "act_fn") else module.activation_fn
+    names = ("silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu")
+    return next((activation(name) for name in names if type(own) is type(ACT2FN[name])), None)
 
 
 def _patch_attention(applied: _Applied, module: Any, family: Family) -> None:

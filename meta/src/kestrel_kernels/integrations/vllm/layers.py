@@ -123,6 +123,7 @@ class KestrelFusedMoEMethod(UnquantizedFusedMoEMethod):
             and not moe.moe_parallel_config.use_all2all_kernels
             and not layer.apply_router_weight_on_input
             and all(getattr(layer, name, None) is None for name in ("swiglu_limit", "swiglu_alpha", "swiglu_beta"))
+            and all(size % 16 == 0 for size in layer.w2_weight.shape[1:])  # Hd and I, of this rank
         )
         if self.is_ours:
             self.unquantized_backend = UnquantizedMoeBackend.OOT  # weights stay as they were loaded

@@ -22,7 +22,7 @@ from .constants import PAST_ALL_BLOCKS, WORK_COUNT
 from .formats import E4m3, E5m2
 from .parameters import PrefillScalars, PrefillTensors
 from .prefill_base import PrefillBase, divide, once_if
-from .prefill_types import Keys, OutputRows, Sums, Visible, Work
+from .prefill_types import Keys, OutputRows, Results, Sums, Visible, Work
 from .scores import LOG2_E, RESCALE_SLACK
 
 # Parameters of prefill_hopper.py alone. Their number moves ptxas: with these the kernel spills on sm_100.
@@ -213,10 +213,11 @@ class Prefill(PrefillBase):
         if cutlass.const_expr(not self.codes):  # the number of the warp takes no register in the main loop
             tid = ptx.opaque(tid)
             lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
-        at_out = OutputRows(block=work.out_block, first_row=work.out_row, head=work.head)
+        at = OutputRows(block=work.out_block, first_row=work.out_row, head=work.head)
         if cutlass.const_expr(self.output_in_shared):
-            at_out = self.output_rows(sOutput)
-        self.epilogue(tensors, scalars, work.v_scale, sums, [scale] * 2, shared, work.rows, at_out, warp, lane)
+            at = self.output_rows(sOutput)
+        results = Results(sums, [scale] * 2, work.v_scale, at, work.rows)
+        self.epilogue(tensors, scalars, results, shared, warp, lane)
 
     @cute.jit
     def keep_output(self, sOutput: Int32, work: Work, tid):

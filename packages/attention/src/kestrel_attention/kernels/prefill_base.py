@@ -18,7 +18,7 @@ from kestrel_runtime.cute_dsl import arguments, numeric, parameters, ptx
 from . import scores
 from .constants import FIRST_WORK
 from .parameters import PrefillScalars, PrefillTensors
-from .prefill_types import Keys, Located, OutputRows, Place, Scales, Sums, Visible, Work
+from .prefill_types import Keys, Located, OutputRows, Place, Results, Scales, Visible, Work
 from .scores import LOG2_E, RESCALE_SLACK
 
 
@@ -439,16 +439,18 @@ class PrefillBase:
         return cutlass.select_(largest == -Float32.inf, Float32(0.0), largest * scale - self.weight_exponent)
 
     @cute.jit
-    def finish_row(self, tensors, scalars, v_scale, largest, total, scale, sink, to_lse, block, head, row):
-        """Store the LSE of a row where ``to_lse``; the factor that makes results of its sums."""
-        base, total, share = self.totals_of(scalars, largest, total, scale, sink)
-        factor = cutlass.select_(total == 0.0, Float32(0.0), v_scale * (share / total))
-        self.store_lse(tensors, base, total, to_lse, block, head, row)
+    def finish_row(self, tensors, scalars, results: Results, r: cutlass.Constexpr, sink, row, to_lse):
+        """Store the LSE of a lane's row r where ``to_lse``; the factor that makes results of its sums."""
+        out_row = results.at.first_row + row
+        base, total, share = self.totals_of(scalars, results, r, sink)
+        factor = cutlass.select_(total == 0.0, Float32(0.0), results.v_scale * (share / total))
+        self.store_lse(tensors, results.at, out_row, base, total, to_lse)
         return factor
 
     @cute.jit
-    def totals_of(self, scalars, largest, total, scale, sink):
+    def totals_of(self, scalars, results: Results, r: cutlass.Constexpr, sink):
         """Of a row: the binary logarithm of the unit of its weights, their sum with the sink, and the unit's change."""
+        largest, total, scale = results.sums.rMax[r], results.sums.rSum[r], results.scale[r % 2]
         total += cute.arch.shuffle_sync_bfly(total, 1)
         total += cute.arch.shuffle_sync_bfly(total, 2)
         base = self.log2_unit(largest, scale)
@@ -462,23 +464,19 @@ class PrefillBase:
         return base, total, share
 
     @cute.jit
-    def store_lse(self, tensors, base, total, to_lse, block, head, row):
+    def store_lse(self, tensors, at: OutputRows, row, base, total, to_lse):
         if to_lse:
-            tensors.mLse[block, head, row] = (base + ptx.log2_approx(total)) * (1.0 / LOG2_E)
+            tensors.mLse[at.block, at.head, row] = (base + ptx.log2_approx(total)) * (1.0 / LOG2_E)
 
     @cute.jit
-    def normalise(
-        self, tensors, scalars, v_scale, sums: Sums, scale, shared: Int32, rows, at_out: OutputRows, warp, lane
-    ):
+    def normalise(self, tensors, scalars, results: Results, shared: Int32, warp, lane):
         """Store the LSE and, in shared memory, the normalised rows of a warp."""
-        sink = self.sink_of(tensors, scalars, at_out.head)
+        sink = self.sink_of(tensors, scalars, results.at.head)
         for r in cutlass.range_constexpr(2 * self.row_tiles):
-            warp_row = warp * self.warp_rows + lane // 4 + 8 * r
-            to_lse = lane % 4 == 0 and warp_row < rows
-            row, largest, total = at_out.first_row + warp_row, sums.rMax[r], sums.rSum[r]
-            at = (to_lse, at_out.block, at_out.head, row)
-            factor = self.finish_row(tensors, scalars, v_scale, largest, total, scale[r % 2], sink, *at)
-            self.store_row(sums.rOut, r, factor, shared, lane)
+            row = warp * self.warp_rows + lane // 4 + 8 * r
+            to_lse = lane % 4 == 0 and row < results.rows
+            factor = self.finish_row(tensors, scalars, results, r, sink, row, to_lse)
+            self.store_row(results.sums.rOut, r, factor, shared, lane)
 
     @cute.jit
     def store_row(self, rOut, r: cutlass.Constexpr, factor, shared: Int32, lane):
@@ -492,26 +490,38 @@ class PrefillBase:
             to = shared + row * (2 * self.output_dims) + (n ^ self.swizzle(row)) * 16 + 4 * (lane % 4)
             ptx.store_shared(to, [word])
 
+    @property
+    def vectors_of_lane(self) -> int:
+        """Vectors of 16 bytes of a warp's results that one lane stores."""
+        return self.warp_rows * self.output_dims // 8 // 32
+
+    def place_of_vector(self, i: int, lane):
+        """The row and the unit of a lane's vector i of a warp's results."""
+        index, units = lane + 32 * i, self.output_dims // 8
+        return index // units, index % units
+
+    def load_vector(self, shared: Int32, row, unit):
+        """A vector that store_row has stored."""
+        return ptx.load_shared(shared + row * (2 * self.output_dims) + (unit ^ self.swizzle(row)) * 16, 4)
+
+    def output_head(self, mOut, at: OutputRows) -> Int64:
+        """Elements of the output ahead of a head of its block."""
+        return Int64(at.block) * mOut.stride[0] + Int64(at.head) * mOut.stride[2]
+
     @cute.jit
-    def epilogue(
-        self, tensors, scalars, v_scale, sums: Sums, scale, shared: Int32, rows, at_out: OutputRows, warp, lane
-    ):
-        """Store the LSE and, through shared memory, the normalised rows. scale: of rows g and g + 8."""
-        mOut = tensors.mOut
-        block, first_row, head = at_out.block, at_out.first_row, at_out.head
-        row_bytes, units = self.head_dim * 2, self.head_dim // 8
-        shared = shared + warp * (self.warp_rows * row_bytes)
-        self.normalise(tensors, scalars, v_scale, sums, scale, shared, rows, at_out, warp, lane)
+    def epilogue(self, tensors, scalars, results: Results, shared: Int32, warp, lane):
+        """Store the LSE and, through shared memory, the normalised rows of a warp."""
+        mOut, at = tensors.mOut, results.at
+        shared = shared + warp * (self.warp_rows * 2 * self.output_dims)
+        self.normalise(tensors, scalars, results, shared, warp, lane)
         cute.arch.sync_warp()
-        base_row = Int64(block) * mOut.stride[0] + Int64(head) * mOut.stride[2]
-        count = cutlass.const_expr(self.warp_rows * units)
-        for i in cutlass.range_constexpr(-(-count // 32)):
-            index = lane + 32 * i
-            row, unit = index // units, index % units
-            warp_row = warp * self.warp_rows + row
-            if warp_row < rows and 8 * unit < mOut.shape[3]:
-                words = ptx.load_shared(shared + row * row_bytes + (unit ^ self.swizzle(row)) * 16, 4)
-                to = base_row + Int64(first_row + warp_row) * mOut.stride[1] + 8 * unit
+        head = self.output_head(mOut, at)
+        for i in cutlass.range_constexpr(self.vectors_of_lane):
+            warp_row, unit = self.place_of_vector(i, lane)
+            row = warp * self.warp_rows + warp_row
+            if row < results.rows and 8 * unit < mOut.shape[3]:
+                words = self.load_vector(shared, warp_row, unit)
+                to = head + Int64(at.first_row + row) * mOut.stride[1] + 8 * unit
                 ptx.store_global(mOut.iterator.toint() + 2 * to, words)
 
 

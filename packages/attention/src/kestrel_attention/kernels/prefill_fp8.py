@@ -20,9 +20,8 @@ from kestrel_runtime.cute_dsl import hopper, ptx
 
 from .prefill_base import once_if
 from .prefill_hopper import PrefillHopper
-from .prefill_types import Keys, OutputRows, Pipe, Sums, Visible, Work
+from .prefill_types import Keys, Pipe, Results, Sums, Visible, Work
 
-KIND = "e4m3"
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531  # selectors of two words
 
 
@@ -48,6 +47,10 @@ class PrefillFp8(PrefillHopper):
     @property
     def product_type(self) -> type[cutlass.Numeric]:
         return cutlass.Uint8
+
+    @property
+    def product_kind(self) -> str:
+        return "e4m3"
 
     @property
     def code_barriers(self) -> int:
@@ -279,15 +282,12 @@ class PrefillFp8(PrefillHopper):
 
     @cute.jit
     def start_scores(self, sQ: Int32, sK: Int32, rScore):
-        count = cutlass.const_expr(self.key_tile // 2)
         of_queries = hopper.descriptor(sQ, self.block_bytes, 0)
         of_keys = hopper.descriptor(sK, self.block_bytes, 0)
         hopper.wgmma_fence()
-        found = None
-        for k in cutlass.range_constexpr(self.row_bytes // 32):  # a row is one column block
-            found = hopper.wgmma(found, count, of_queries + 2 * k, of_keys + 2 * k, KIND)
+        found = self.multiply_keys(None, of_queries, of_keys, range(self.row_bytes // 32))
         hopper.wgmma_commit()
-        for i in cutlass.range_constexpr(count):
+        for i in cutlass.range_constexpr(self.key_tile // 2):
             rScore[i] = found[i]
 
     @cute.jit
@@ -299,7 +299,7 @@ class PrefillFp8(PrefillHopper):
         found = None
         for k in cutlass.range_constexpr(self.key_tile // 32):
             a = [rP[4 * k + i] for i in range(4)]
-            found = hopper.wgmma(found, count, a, of_values + 2 * k, KIND)
+            found = hopper.wgmma(found, count, a, of_values + 2 * k, self.product_kind)
         hopper.wgmma_commit()
         for i in cutlass.range_constexpr(count):
             rTile[i] = found[i]
@@ -335,40 +335,23 @@ class PrefillFp8(PrefillHopper):
                 ptx.store_global(to + 16 * t + 64 * c, words)
 
     @cute.jit
-    def finish(
-        self,
-        tensors,
-        scalars,
-        v_scale,
-        sums: Sums,
-        scale,
-        shared: Int32,
-        rows,
-        at_out: OutputRows,
-        empty: Int32,
-        warp,
-        lane,
-    ):
+    def finish(self, tensors, scalars, results: Results, sQ: Int32, empty: Int32, warp, lane):
         """Release the queries; store the LSE and the normalised rows, four dims per lane."""
         hopper.fence_proxy_async()
         cute.arch.sync_warp()
         self.release(empty, 0, lane)
-        mOut = tensors.mOut
-        block, first_row, head = at_out.block, at_out.first_row, at_out.head
+        mOut, at = tensors.mOut, results.at
         g, t = lane // 4, lane % 4
-        sink = self.sink_of(tensors, scalars, head)
+        sink = self.sink_of(tensors, scalars, at.head)
         for r in cutlass.range_constexpr(2):
             row = 16 * warp + g + 8 * r
-            at = first_row + row
-            to_lse = t == 0 and row < rows
-            factor = self.finish_row(
-                tensors, scalars, v_scale, sums.rMax[r], sums.rSum[r], scale[r], sink, to_lse, block, head, at
-            )
-            to = Int64(block) * mOut.stride[0] + Int64(at) * mOut.stride[1] + Int64(head) * mOut.stride[2]
-            to = mOut.iterator.toint() + 2 * to + 8 * t
-            if row < rows:
+            to_lse = t == 0 and row < results.rows
+            factor = self.finish_row(tensors, scalars, results, r, sink, row, to_lse)
+            to = Int64(at.block) * mOut.stride[0] + Int64(at.first_row + row) * mOut.stride[1]
+            to = mOut.iterator.toint() + 2 * (to + Int64(at.head) * mOut.stride[2]) + 8 * t
+            if row < results.rows:
                 for c in cutlass.range_constexpr(self.head_dim // 16):
                     if 16 * c < mOut.shape[3]:
-                        four = self.four_dims(sums.rOut, c, r, factor)
+                        four = self.four_dims(results.sums.rOut, c, r, factor)
                         words = [ptx.pack_f32x2(four[2 * i], four[2 * i + 1], "bf16") for i in range(2)]
                         ptx.store_global(to + 32 * c, words)

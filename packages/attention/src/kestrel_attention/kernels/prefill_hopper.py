@@ -23,7 +23,7 @@ from .parameters import PrefillScalars, PrefillTensors
 from .prefill_base import once_if
 from .prefill_hopper_loop import HopperLoop
 from .prefill_hopper_producer import PRODUCERS, QUERY_BOX_ROWS
-from .prefill_types import WORK_BYTES, WORK_TYPES, OutputRows, Pipe, Sums, Visible, Work
+from .prefill_types import WORK_BYTES, WORK_TYPES, OutputRows, Pipe, Results, Sums, Visible, Work
 from .scores import LOG2_E
 
 MIN_ROW_SCALE, MAX_ROW_SCALE = 2.0**-126, 2.0**126  # with 0 or infinity, hidden scores would be NaN
@@ -236,14 +236,13 @@ class PrefillHopper(HopperLoop):
                 query, head = self.rows_of_warp(work.pack_shift, warpgroup, warp)
                 row = query - 16 * warp
                 work = work._replace(head=work.head + head)
-            at_out = OutputRows(block=work.out_block, first_row=work.out_row + row, head=work.head)
-            rows = work.rows - row
+            at = OutputRows(block=work.out_block, first_row=work.out_row + row, head=work.head)
+            results = Results(sums, scale, work.v_scale, at, work.rows - row)
             if work.partial < 0:
                 at_lane = lane
                 if cutlass.const_expr(self.codes):
                     at_lane = ptx.opaque(lane)  # addresses are computed here, and take no registers in the main loop
-                empty = pipe.queries_empty + 8 * buffer
-                self.finish(tensors, scalars, work.v_scale, sums, scale, sQ, rows, at_out, empty, warp, at_lane)
+                self.finish(tensors, scalars, results, sQ, pipe.queries_empty + 8 * buffer, warp, at_lane)
             else:
                 self.store_partial(tensors, work, sums, scale, row + 16 * warp, lane)
                 if cutlass.const_expr(not self.early_queries):
@@ -267,60 +266,49 @@ class PrefillHopper(HopperLoop):
         hopper.named_barrier(1 + warpgroup, 128)
 
     @cute.jit
-    def normalise(
-        self, tensors, scalars, v_scale, sums: Sums, scale, shared: Int32, rows, at_out: OutputRows, warp, lane
-    ):
-        """Both rows of a lane at once, as they are a chain each; the LSE last, as nothing waits for it."""
-        sink = self.sink_of(tensors, scalars, at_out.head)
+    def totals_of_rows(self, tensors, scalars, results: Results):
+        """totals_of both rows of a lane, at once, as they are a chain each."""
+        sink = self.sink_of(tensors, scalars, results.at.head)
         found = []
         for r in cutlass.range_constexpr(2):
-            found.append(self.totals_of(scalars, sums.rMax[r], sums.rSum[r], scale[r], sink))
+            found.append(self.totals_of(scalars, results, r, sink))
+        return found
+
+    def factor_of(self, results: Results, total, share):
+        """Of a row, which makes results of its sums."""
+        return cutlass.select_(total == 0.0, Float32(0.0), results.v_scale * (share * ptx.rcp_approx(total)))
+
+    @cute.jit
+    def normalise(self, tensors, scalars, results: Results, shared: Int32, warp, lane):
+        """The LSE last, as nothing waits for it."""
+        found = self.totals_of_rows(tensors, scalars, results)
         for r in cutlass.range_constexpr(2):
             _, total, share = found[r]
-            factor = cutlass.select_(total == 0.0, Float32(0.0), v_scale * (share * ptx.rcp_approx(total)))
-            self.store_row(sums.rOut, r, factor, shared, lane)
+            self.store_row(results.sums.rOut, r, self.factor_of(results, total, share), shared, lane)
         for r in cutlass.range_constexpr(2):
             base, total, _ = found[r]
             row = warp * self.warp_rows + lane // 4 + 8 * r
-            to_lse = lane % 4 == 0 and row < rows
-            self.store_lse(tensors, base, total, to_lse, at_out.block, at_out.head, at_out.first_row + row)
+            to_lse = lane % 4 == 0 and row < results.rows
+            self.store_lse(tensors, results.at, results.at.first_row + row, base, total, to_lse)
 
     @cute.jit
-    def finish(
-        self,
-        tensors,
-        scalars,
-        v_scale,
-        sums: Sums,
-        scale,
-        shared: Int32,
-        rows,
-        at_out: OutputRows,
-        empty: Int32,
-        warp,
-        lane,
-    ):
-        """As epilogue. The queries' memory is released when the normalised rows have come back from it."""
-        mOut = tensors.mOut
-        row_bytes, units = self.head_dim * 2, self.head_dim // 8
-        shared = shared + warp * (self.warp_rows * row_bytes)
-        self.normalise(tensors, scalars, v_scale, sums, scale, shared, rows, at_out, warp, lane)
+    def finish(self, tensors, scalars, results: Results, sQ: Int32, empty: Int32, warp, lane):
+        """As epilogue, through the memory of queries: released (``empty``) when the rows have come back from it."""
+        mOut, at = tensors.mOut, results.at
+        shared = sQ + warp * (self.warp_rows * 2 * self.output_dims)
+        self.normalise(tensors, scalars, results, shared, warp, lane)
         cute.arch.sync_warp()
-        vectors = []
-        for i in cutlass.range_constexpr(self.warp_rows * units // 32):
-            index = lane + 32 * i
-            row, unit = index // units, index % units
-            vectors.append(ptx.load_shared(shared + row * row_bytes + (unit ^ self.swizzle(row)) * 16, 4))
+        vectors = [self.load_vector(shared, *self.place_of_vector(i, lane)) for i in range(self.vectors_of_lane)]
         if cutlass.const_expr(self.query_boxes):
             hopper.fence_proxy_async()  # these accesses are ahead of the next copies by TMA
         cute.arch.sync_warp()
         self.release(empty, 0, lane)
-        base = Int64(at_out.block) * mOut.stride[0] + Int64(at_out.head) * mOut.stride[2]
-        for i in cutlass.range_constexpr(self.warp_rows * units // 32):
-            index = lane + 32 * i
-            row, unit = warp * self.warp_rows + index // units, index % units
-            if row < rows and 8 * unit < mOut.shape[3]:
-                to = base + Int64(at_out.first_row + row) * mOut.stride[1] + 8 * unit
+        head = self.output_head(mOut, at)
+        for i in cutlass.range_constexpr(self.vectors_of_lane):
+            warp_row, unit = self.place_of_vector(i, lane)
+            row = warp * self.warp_rows + warp_row
+            if row < results.rows and 8 * unit < mOut.shape[3]:
+                to = head + Int64(at.first_row + row) * mOut.stride[1] + 8 * unit
                 ptx.store_global(mOut.iterator.toint() + 2 * to, vectors[i])
 
     @cute.jit

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 
 from kestrel_runtime.cute_dsl import numeric, ptx
 
 from .prefill_hopper import PrefillHopper
-from .prefill_types import OutputRows, Sums
+from .prefill_types import Results
 
 
 @dataclass(frozen=True)
@@ -29,45 +29,29 @@ class PrefillHopperEarly(PrefillHopper):
         return self.skips
 
     @cute.jit
-    def finish(
-        self,
-        tensors,
-        scalars,
-        v_scale,
-        sums: Sums,
-        scale,
-        shared: Int32,
-        rows,
-        at_out: OutputRows,
-        empty: Int32,
-        warp,
-        lane,
-    ):
-        """Store the LSE and the normalised rows of a warp. scale: of rows g and g + 8."""
-        mOut = tensors.mOut
+    def finish(self, tensors, scalars, results: Results, sQ: Int32, empty: Int32, warp, lane):
+        """Store the LSE and the normalised rows of a warp."""
+        mOut, rOut, at = tensors.mOut, results.sums.rOut, results.at
         kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
         lane = ptx.opaque(lane)  # addresses are computed here, and take no registers in the main loop
-        sink = self.sink_of(tensors, scalars, at_out.head)
-        found = []
-        for r in cutlass.range_constexpr(2):
-            found.append(self.totals_of(scalars, sums.rMax[r], sums.rSum[r], scale[r], sink))
-        base_row = Int64(at_out.block) * mOut.stride[0] + Int64(at_out.head) * mOut.stride[2]
+        found = self.totals_of_rows(tensors, scalars, results)
+        head = self.output_head(mOut, at)
         dim = self.first_dim() + 8 * (lane % 4)
         for r in cutlass.range_constexpr(2):
             base, total, share = found[r]
-            factor = cutlass.select_(total == 0.0, Float32(0.0), v_scale * (share * ptx.rcp_approx(total)))
+            factor = self.factor_of(results, total, share)
             row = warp * self.warp_rows + lane // 4 + 8 * r
-            to = mOut.iterator.toint() + 2 * (base_row + Int64(at_out.first_row + row) * mOut.stride[1] + dim)
+            to = mOut.iterator.toint() + 2 * (head + Int64(at.first_row + row) * mOut.stride[1] + dim)
             for q in cutlass.range_constexpr(self.output_dims // 32):
                 words = []
                 for j in cutlass.range_constexpr(4):
                     i = cutlass.const_expr(4 * (4 * q + j) + 2 * r)
-                    words.append(ptx.pack_f32x2(sums.rOut[i] * factor, sums.rOut[i + 1] * factor, kind))
+                    words.append(ptx.pack_f32x2(rOut[i] * factor, rOut[i + 1] * factor, kind))
                 words = self.exchange_words(words, lane)
-                if row < rows and dim + 32 * q < mOut.shape[3]:
+                if row < results.rows and dim + 32 * q < mOut.shape[3]:
                     ptx.store_global(to + 64 * q, words)
-            to_lse = lane % 4 == 0 and row < rows
-            self.store_lse(tensors, base, total, to_lse, at_out.block, at_out.head, at_out.first_row + row)
+            to_lse = lane % 4 == 0 and row < results.rows
+            self.store_lse(tensors, at, at.first_row + row, base, total, to_lse)
 
     def exchange_words(self, words, lane):
         """Word t of each of four lanes, in lane t of them: two steps, of neighbours and of pairs of lanes."""

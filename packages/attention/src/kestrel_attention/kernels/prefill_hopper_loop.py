@@ -3,7 +3,7 @@
 S of one tile is computed together with P V of the tile before. What a thread computes for a tile is a chain, about as
 long as the products. So nothing is in it that can be known earlier, or fits into the gaps of the exponentials.
 Weights are relative to a base of their row, at first its largest score. It moves where their sum in a thread and tile
-shows that one of them grew too large, and only then is the largest score looked for: so a row's bits depend on its own
+shows that one of them grew too large; only then the largest score is searched. So a row's bits depend on its own
 scores alone.
 """
 
@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from kestrel_runtime.cute_dsl import hopper, numeric, ptx
+from kestrel_runtime.cute_dsl import hopper, ptx
 
 from . import scores
 from .constants import WARPGROUP_ROWS
@@ -36,8 +36,8 @@ class HopperLoop(HopperProducer):
         return self.head_dim == 128 and not self.codes
 
     @property
-    def guesses(self) -> bool:
-        """Weights are relative to the base of the tiles before; over codes, to one that each tile's scores give."""
+    def lazy_rescale(self) -> bool:
+        """The base of weights is that of the tiles before, and rarely moves; over codes each tile searches its own."""
         return not self.codes
 
     @property
@@ -47,11 +47,7 @@ class HopperLoop(HopperProducer):
 
     @cute.jit
     def main_loop(self, pipe: Pipe, scalars, work: Work, visible: Visible, sQ, used, scale, sums: Sums, lane):
-        """Add the tiles of a work item to sums: S of tile n is computed together with P V of tile n - 1.
-
-        What a thread computes for one tile is a chain, about as long as the products. So nothing is in it that can be
-        known earlier (``rare``) or fits into the gaps of the exponentials (pack).
-        """
+        """Add the tiles of a work item to sums: S of tile n is computed together with P V of tile n - 1."""
         rOut = sums.rOut
         rScore = cute.make_rmem_tensor(self.key_tile // 2, Float32)
         rP = cute.make_rmem_tensor(self.key_tile // 4, Uint32)
@@ -70,15 +66,12 @@ class HopperLoop(HopperProducer):
         hopper.wgmma_wait(0)
         self.order(rScore)
         self.release(pipe.keys_empty, stage, lane)
-        for zero in cutlass.range(hidden, unroll=1):
-            self.hide_last(rScore, visible, scalars, tile * self.key_tile, lane, zero)
-        for _ in cutlass.range(rare, unroll=1):
-            self.change_scores(pipe, scalars, visible, work, rScore, tile, at, lane)
-        if cutlass.const_expr(self.guesses):  # as for rows that see no key before a later tile: bits are the same
+        self.change_tile(pipe, scalars, visible, work, rScore, tile, at, hidden, rare, lane)
+        if cutlass.const_expr(self.lazy_rescale):  # as for rows that see no key before a later tile: bits are the same
             rTile.fill(0.0)
             self.scale_scores(rScore, sums, scale)
             self.move_bases(rScore, sums, rTile, scale)
-            self.weigh_by_guess(rScore, rP, sums, rTile)
+            self.weigh_by_last_base(rScore, rP, sums, rTile)
             for r in cutlass.range_constexpr(2):
                 sums.rSum[r] += rTile[r]
         else:
@@ -106,18 +99,15 @@ class HopperLoop(HopperProducer):
             hopper.wgmma_wait(1)
             self.order(rScore)
             self.release(pipe.keys_empty, stage, lane)
-            for zero in cutlass.range(hidden, unroll=1):
-                self.hide_last(rScore, visible, scalars, tile * self.key_tile, lane, zero)
-            for _ in cutlass.range(rare, unroll=1):
-                self.change_scores(pipe, scalars, visible, work, rScore, tile, at, lane)
-            if cutlass.const_expr(self.guesses):
+            self.change_tile(pipe, scalars, visible, work, rScore, tile, at, hidden, rare, lane)
+            if cutlass.const_expr(self.lazy_rescale):
                 self.scale_scores(rScore, sums, scale)
                 hopper.wgmma_wait(0)
                 self.order(rOut)
                 self.release(pipe.values_empty, last_stage, lane)
                 tries = Int32(0)
                 while tries < 2:
-                    moves = self.weigh_by_guess(rScore, rP, sums, rTile)
+                    moves = self.weigh_by_last_base(rScore, rP, sums, rTile)
                     tries = cutlass.select_(moves, tries + 1, Int32(2))
                     for _ in cutlass.range(once_if(tries == 1), unroll=1):
                         self.move_bases(rScore, sums, rTile, scale)
@@ -148,12 +138,7 @@ class HopperLoop(HopperProducer):
         self.release(pipe.values_empty, stage, lane)
         if cutlass.const_expr(self.skips):
             while n < work.num_tiles:
-                at = used + n
-                stage, parity = at % self.num_stages, at // self.num_stages & 1
-                hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
-                self.release(pipe.keys_empty, stage, lane)
-                hopper.mbarrier_wait(pipe.values_full + 8 * stage, parity)
-                self.release(pipe.values_empty, stage, lane)
+                self.skip_tile(pipe, used + n, lane)
                 n += 1
 
     @cute.jit
@@ -165,6 +150,15 @@ class HopperLoop(HopperProducer):
     @property
     def capped_at_once(self) -> int:
         return 32
+
+    @cute.jit
+    def skip_tile(self, pipe: Pipe, at, lane):
+        """Wait for the keys and values of a tile, and release them unread."""
+        stage, parity = at % self.num_stages, at // self.num_stages & 1
+        hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
+        self.release(pipe.keys_empty, stage, lane)
+        hopper.mbarrier_wait(pipe.values_full + 8 * stage, parity)
+        self.release(pipe.values_empty, stage, lane)
 
     @property
     def skips_first(self) -> bool:
@@ -183,12 +177,7 @@ class HopperLoop(HopperProducer):
             first = cute.arch.make_warp_uniform(cutlass.max(cutlass.min(hidden, work.num_tiles - 1), 0))
             n = Int32(0)
             while n < first:
-                at = used + n
-                stage, parity = at % self.num_stages, at // self.num_stages & 1
-                hopper.mbarrier_wait(pipe.keys_full + 8 * stage, parity)
-                self.release(pipe.keys_empty, stage, lane)
-                hopper.mbarrier_wait(pipe.values_full + 8 * stage, parity)
-                self.release(pipe.values_empty, stage, lane)
+                self.skip_tile(pipe, used + n, lane)
                 self.take_turn(warpgroup)
                 self.pass_turn(warpgroup)
                 n += 1
@@ -246,6 +235,14 @@ class HopperLoop(HopperProducer):
         return once_if(changed and not rare), once_if(changed and rare)
 
     @cute.jit
+    def change_tile(self, pipe, scalars, visible: Visible, work: Work, rScore, tile, at, hidden, rare, lane):
+        """Cap scores, and hide those of keys that a row does not see, as changes_of has found."""
+        for zero in cutlass.range(hidden, unroll=1):
+            self.hide_last(rScore, visible, scalars, tile * self.key_tile, lane, zero)
+        for _ in cutlass.range(rare, unroll=1):
+            self.change_scores(pipe, scalars, visible, work, rScore, tile, at, lane)
+
+    @cute.jit
     def hide_last(self, rScore, visible: Visible, scalars, first_key, lane, zero):
         """Set the scores of keys behind the last that a row sees to -inf. zero: as in hide()."""
         g, t = lane // 4, lane % 4
@@ -299,44 +296,47 @@ class HopperLoop(HopperProducer):
 
     @cute.jit
     def start_scores(self, queries, sK: Int32, rScore):
-        kind = cutlass.const_expr(numeric.ptx_name(self.product_type))
-        count = cutlass.const_expr(self.key_tile // 2)
         of_keys = hopper.descriptor(sK, self.block_bytes, 0)
         if cutlass.const_expr(not self.queries_in_registers):
-            of_queries = hopper.descriptor(queries, self.block_bytes, 0)
-        steps = cutlass.const_expr(self.block_bytes // 32)  # of a column block
+            queries = hopper.descriptor(queries, self.block_bytes, 0)
         hopper.wgmma_fence()
-        found = None
-        for k in cutlass.range_constexpr(self.head_dim // 16):
-            if cutlass.const_expr(self.queries_in_registers):
+        found = self.multiply_keys(None, queries, of_keys, range(self.row_bytes // 32))
+        hopper.wgmma_commit()
+        for i in cutlass.range_constexpr(self.key_tile // 2):
+            rScore[i] = found[i]
+
+    def multiply_keys(self, found, queries, of_keys, steps: range):
+        """Add the products of steps of 32 bytes of queries and keys to scores (None: zeros).
+
+        queries: a descriptor, or registers; of_keys: a descriptor.
+        """
+        for k in steps:
+            block, step = divmod(32 * k, self.block_bytes)
+            if self.queries_in_registers:
                 a = [queries[4 * k + i] for i in range(4)]
             else:
-                a = of_queries + (k // steps * (WARPGROUP_ROWS * self.block_bytes) + k % steps * 32) // 16
-            b = of_keys + (k // steps * (self.key_tile * self.block_bytes) + k % steps * 32) // 16
-            found = hopper.wgmma(found, count, a, b, kind)
-        hopper.wgmma_commit()
-        for i in cutlass.range_constexpr(count):
-            rScore[i] = found[i]
+                a = queries + (block * (WARPGROUP_ROWS * self.block_bytes) + step) // 16
+            b = of_keys + (block * (self.key_tile * self.block_bytes) + step) // 16
+            found = hopper.wgmma(found, self.key_tile // 2, a, b, self.product_kind)
+        return found
 
     @cute.jit
     def start_output(self, sV: Int32, rP, rOut):
-        kind = cutlass.const_expr(numeric.ptx_name(self.product_type))
         count = cutlass.const_expr(self.output_dims // 2)
         of_values = hopper.descriptor(sV, self.block_bytes, self.key_tile * self.block_bytes)
         hopper.wgmma_fence()
         found = [rOut[i] for i in range(count)]
         for k in cutlass.range_constexpr(self.key_tile // 16):
             a = [rP[4 * k + i] for i in range(4)]
-            found = hopper.wgmma_transposed(found, count, a, of_values + k * self.block_bytes, kind)
+            found = hopper.wgmma_transposed(found, count, a, of_values + k * self.block_bytes, self.product_kind)
         hopper.wgmma_commit()
         for i in cutlass.range_constexpr(count):
             rOut[i] = found[i]
 
     @cute.jit
     def pack(self, rScore, rP):
-        kind = cutlass.const_expr(numeric.ptx_name(self.product_type))
         for i in cutlass.range_constexpr(self.key_tile // 4):
-            rP[i] = ptx.pack_f32x2(rScore[2 * i], rScore[2 * i + 1], kind)
+            rP[i] = ptx.pack_f32x2(rScore[2 * i], rScore[2 * i + 1], self.product_kind)
 
     @cute.jit
     def softmax(
@@ -400,16 +400,15 @@ class HopperLoop(HopperProducer):
                     rScore[i] = ptx.fma(rScore[i], scale[r], base)
 
     @cute.jit
-    def weigh_by_guess(self, rScore, rP, sums: Sums, rTile):
+    def weigh_by_last_base(self, rScore, rP, sums: Sums, rTile):
         """Weights in rP and their sums in rTile; whether a base of the warp's rows must move."""
-        kind = cutlass.const_expr(numeric.ptx_name(self.product_type))
         totals = [Float32(0.0)] * 4
         for n in cutlass.range_constexpr(self.key_tile // 8):
             for r in cutlass.range_constexpr(2):
                 pair = [ptx.exp2_approx(rScore[4 * n + 2 * r + e]) for e in range(2)]
                 for e in cutlass.range_constexpr(2):
                     totals[2 * r + e] += pair[e]
-                rP[2 * n + r] = ptx.pack_f32x2(pair[0], pair[1], kind)
+                rP[2 * n + r] = ptx.pack_f32x2(pair[0], pair[1], self.product_kind)
         moves = False
         for r in cutlass.range_constexpr(2):
             rTile[r] = totals[2 * r] + totals[2 * r + 1]

@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from kestrel_runtime.cute_dsl import hopper, pdl, ptx
+from kestrel_runtime.cute_dsl import hopper, numeric, pdl, ptx
 
 from .constants import BOX_ROWS, SPLIT_ROWS, WARPGROUP_ROWS
 from .formats import E4m3, E5m2
@@ -95,6 +95,11 @@ class HopperProducer(HopperPlaces):
     def product_type(self) -> type[cutlass.Numeric]:
         """Of the operands of matrix products. f16 holds all codes; it takes one instruction to decode two."""
         return cutlass.Float16 if self.codes else self.dtype
+
+    @property
+    def product_kind(self) -> str:
+        """The same as PTX names it."""
+        return numeric.ptx_name(self.product_type)
 
     @property
     def box_bytes(self) -> int:

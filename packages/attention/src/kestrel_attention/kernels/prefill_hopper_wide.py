@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from kestrel_runtime.cute_dsl import hopper, numeric, ptx
+from kestrel_runtime.cute_dsl import hopper, ptx
 
 from .constants import WARPGROUP_ROWS
 from .prefill_base import once_if
@@ -116,14 +116,6 @@ class PrefillHopperWide(WideProducer):
         self.exchange_sums(pipe, sums, half, row, lane)
 
     @cute.jit
-    def change_tile(self, pipe, scalars, visible: Visible, work: Work, rScore, tile, at, hidden, rare, lane):
-        """Cap scores, and hide those of keys that a row does not see, as changes_of has found."""
-        for zero in cutlass.range(hidden, unroll=1):
-            self.hide_last(rScore, visible, scalars, tile * self.key_tile, lane, zero)
-        for _ in cutlass.range(rare, unroll=1):
-            self.change_scores(pipe, scalars, visible, work, rScore, tile, at, lane)
-
-    @cute.jit
     def add_own(self, pipe, rScore, sums: Sums, rFactor, at, half, row, lane):
         """Start the products of the warpgroup's own tile."""
         self.store_weights(pipe, rScore, sums, half, row, lane)
@@ -154,23 +146,17 @@ class PrefillHopperWide(WideProducer):
     @cute.jit
     def start_scores_of(self, pipe: Pipe, sQ: Int32, at, rScore):
         """Start the scores of a tile, part by part: two groups of products."""
-        kind = cutlass.const_expr(numeric.ptx_name(self.product_type))
-        count = cutlass.const_expr(self.key_tile // 2)
         sK = cute.arch.make_warp_uniform(ptx.opaque(pipe.keys))  # or descriptors of the only stage take registers
         of_queries = hopper.descriptor(sQ, self.block_bytes, 0)
         of_keys = hopper.descriptor(sK, self.block_bytes, 0)
-        steps = cutlass.const_expr(self.block_bytes // 32)
-        of_part = cutlass.const_expr(self.head_dim // 16 // PARTS)
+        steps = cutlass.const_expr(self.row_bytes // 32 // PARTS)
         found = None
         for part in cutlass.range_constexpr(PARTS):
             hopper.mbarrier_wait(self.full_keys(pipe, at, part), at // TURNS & 1)
             hopper.wgmma_fence()
-            for k in cutlass.range_constexpr(part * of_part, (part + 1) * of_part):
-                a = of_queries + (k // steps * (WARPGROUP_ROWS * self.block_bytes) + k % steps * 32) // 16
-                b = of_keys + (k // steps * (self.key_tile * self.block_bytes) + k % steps * 32) // 16
-                found = hopper.wgmma(found, count, a, b, kind)
+            found = self.multiply_keys(found, of_queries, of_keys, range(part * steps, (part + 1) * steps))
             hopper.wgmma_commit()
-        for i in cutlass.range_constexpr(count):
+        for i in cutlass.range_constexpr(self.key_tile // 2):
             rScore[i] = found[i]
 
     @cute.jit
@@ -184,7 +170,6 @@ class PrefillHopperWide(WideProducer):
     @cute.jit
     def start_products(self, pipe: Pipe, at, computed, half, rOut):
         """Start the products of the weights that a warpgroup has computed: a group for each part of the values."""
-        kind = cutlass.const_expr(numeric.ptx_name(self.product_type))
         count = cutlass.const_expr(self.output_dims // 2)
         sV = pipe.values + half * (self.row_blocks // HALVES * self.key_tile * self.block_bytes)
         of_values = hopper.descriptor(sV, self.block_bytes, self.key_tile * self.block_bytes)
@@ -196,7 +181,7 @@ class PrefillHopperWide(WideProducer):
             hopper.wgmma_fence()
             for k in cutlass.range_constexpr(part * of_part, (part + 1) * of_part):
                 b = of_values + k * self.block_bytes
-                found = hopper.wgmma_transposed(found, count, of_weights + 2 * k, b, kind)
+                found = hopper.wgmma_transposed(found, count, of_weights + 2 * k, b, self.product_kind)
             hopper.wgmma_commit()
         for i in cutlass.range_constexpr(count):
             rOut[i] = found[i]
@@ -212,14 +197,13 @@ class PrefillHopperWide(WideProducer):
     @cute.jit
     def store_weights(self, pipe: Pipe, rScore, sums: Sums, half, row, lane):
         """Store the warp's weights and their bases, for both warpgroups."""
-        kind = cutlass.const_expr(numeric.ptx_name(self.product_type))
         t = lane % 4
         to = pipe.codes + half * self.weight_bytes + row * 128 + 4 * t
         bases = self.statistics(pipe, 0, half, row)
         for r in cutlass.range_constexpr(2):
             for n in cutlass.range_constexpr(self.key_tile // 8):
                 i = cutlass.const_expr(4 * n + 2 * r)
-                word = ptx.pack_f32x2(rScore[i], rScore[i + 1], kind)
+                word = ptx.pack_f32x2(rScore[i], rScore[i + 1], self.product_kind)
                 ptx.store_shared(to + 1024 * r + (n ^ (row & 7)) * 16, [word])
             if t == 0:
                 ptx.store_shared(bases + 32 * r, [Uint32(ptx.float_as_int(sums.rMax[r]))])

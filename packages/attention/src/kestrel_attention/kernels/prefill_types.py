@@ -105,6 +105,16 @@ class Sums(NamedTuple):
     rSum: cute.Tensor  # of each row's weights
 
 
+class Results(NamedTuple):
+    """The sums of a warp or warpgroup, what the epilogue makes results of them with, and where these go."""
+
+    sums: Sums
+    scale: Any  # scores times it are binary logarithms; a list, of rows g and g + 8
+    v_scale: Float32
+    at: OutputRows
+    rows: Int32  # that exist from there on
+
+
 class Pipe(NamedTuple):
     """Addresses in shared memory. Barriers are mbarriers, one per buffer or stage.
 

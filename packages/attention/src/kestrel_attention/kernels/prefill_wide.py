@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from kestrel_runtime.cute_dsl import ptx
 
 from .prefill import Prefill
-from .prefill_types import Keys, OutputRows, Sums, Work
+from .prefill_types import Keys, Results, Sums, Work
 from .scores import LOG2_E
 
 HALVES = 2
@@ -133,8 +133,8 @@ class PrefillWide(Prefill):
             n += 1
         ptx.cp_async_wait(0)
         cute.arch.sync_threads()
-        at_out = self.output_rows(sOutput)
-        self.store_half(tensors, scalars, sums, scale, sK, work.rows, at_out, group, half, lane)
+        results = Results(sums, [scale] * 2, Float32(1.0), self.output_rows(sOutput), work.rows)
+        self.store_half(tensors, scalars, results, sK, group, half, lane)
 
     @cute.jit
     def load_keys(self, sK: Int32, sExists: Int32, rPage, keys: Keys, tile, warp, lane):
@@ -160,32 +160,28 @@ class PrefillWide(Prefill):
                 ptx.cp_async(there, source + 16 * unit, 16, cutlass.select_(wanted, Int32(16), Int32(0)))
 
     @cute.jit
-    def store_half(
-        self, tensors, scalars, sums: Sums, scale, shared: Int32, rows, at_out: OutputRows, group, half, lane
-    ):
+    def store_half(self, tensors, scalars, results: Results, shared: Int32, group, half, lane):
         """Store a warp's half of its rows through shared memory, and the first half's LSE."""
-        mOut = tensors.mOut
-        units = cutlass.const_expr(self.head_dim // 8)
+        mOut, at = tensors.mOut, results.at
         shared = shared + (HALVES * group + half) * (self.warp_rows * 2 * self.head_dim)
-        sink = self.sink_of(tensors, scalars, at_out.head)
+        sink = self.sink_of(tensors, scalars, at.head)
         v_scale = Float32(1.0)
         if cutlass.const_expr(self.reads_scales):  # here it takes no register in the main loop
-            kv_head = at_out.head // scalars.group_size
+            kv_head = at.head // scalars.group_size
             if scalars.v_scale_heads > 0:
                 v_scale = tensors.mVScale[cutlass.select_(scalars.v_scale_heads > 1, kv_head, Int32(0))]
+        results = results._replace(v_scale=v_scale)
         for r in cutlass.range_constexpr(2):
             row = group * self.warp_rows + lane // 4 + 8 * r
-            to_lse = lane % 4 == 0 and row < rows and half == 0
-            at = (to_lse, at_out.block, at_out.head, at_out.first_row + row)
-            factor = self.finish_row(tensors, scalars, v_scale, sums.rMax[r], sums.rSum[r], scale, sink, *at)
-            self.store_row(sums.rOut, r, factor, shared, lane)
+            to_lse = lane % 4 == 0 and row < results.rows and half == 0
+            factor = self.finish_row(tensors, scalars, results, r, sink, row, to_lse)
+            self.store_row(results.sums.rOut, r, factor, shared, lane)
         cute.arch.sync_warp()
-        base = Int64(at_out.block) * mOut.stride[0] + Int64(at_out.head) * mOut.stride[2]
-        for i in cutlass.range_constexpr(self.warp_rows * units // 32):
-            index = lane + 32 * i
-            row, unit = index // units, index % units
-            block_row, dim = group * self.warp_rows + row, half * self.head_dim + 8 * unit
-            if block_row < rows and dim < mOut.shape[3]:
-                words = ptx.load_shared(shared + row * (2 * self.head_dim) + (unit ^ self.swizzle(row)) * 16, 4)
-                to = base + Int64(at_out.first_row + block_row) * mOut.stride[1] + dim
+        head = self.output_head(mOut, at)
+        for i in cutlass.range_constexpr(self.vectors_of_lane):
+            warp_row, unit = self.place_of_vector(i, lane)
+            row, dim = group * self.warp_rows + warp_row, half * self.head_dim + 8 * unit
+            if row < results.rows and dim < mOut.shape[3]:
+                words = self.load_vector(shared, warp_row, unit)
+                to = head + Int64(at.first_row + row) * mOut.stride[1] + dim
                 ptx.store_global(mOut.iterator.toint() + 2 * to, words)

@@ -1,0 +1,197 @@
+"""The kernel and tile of a dense 16-bit layer on an H100 or H200: the shortest estimated time.
+
+- up to 32 tokens: the kernel that streams the weight
+- more: wgmma tiles (csrc/dense_wgmma.cuh) or the vendor's product
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class Kernel(IntEnum):
+    """Numbered as in csrc/dense_launch.h."""
+
+    VENDOR = 0  # the vendor's product
+    FEW_TOKENS = 1  # gemv's
+    STREAM = 2  # tiles of 128 outputs by 16, 32 or 64 tokens
+    COOPERATIVE = 3  # tiles of 128 tokens by `columns` outputs
+    PING_PONG = 4  # the same; the consumer warpgroups compute tiles in turn
+
+
+class Plan(NamedTuple):
+    """The kernel of one layer and its tile."""
+
+    kernel: Kernel
+    columns: int = 0
+    cluster_rows: int = 1  # CTAs that share a tile of the weight, and
+    cluster_columns: int = 1  # CTAs that share tokens
+    splits: int = 1  # CTAs that each sum a part of K
+
+
+VENDOR = Plan(Kernel.VENDOR)
+_STREAM = Plan(Kernel.STREAM, splits=0)  # the launch chooses the splits
+_STREAM_TOKENS = 32
+
+# Fitted to results/h200_dense_pipelines.json. Microseconds of a launch, of a column of a wave's epilogue:
+_LAUNCH, _COLUMN = 1.07, 0.0188
+# of 64 elements of K, for a tile of 64 and of 256 columns, and in ping-pong of 128 and of 160:
+_STEP_64, _STEP_256, _STEP_128_PING_PONG, _STEP_160_PING_PONG = 0.249, 0.692, 0.45, 0.535
+_CLUSTER, _EXCHANGE = 0.613, 0.012  # of a cluster, and of sending a column of sums
+_L2_BYTES, _BYTES, _FLOPS = 9.51e6, 2.91e6, 5.67e8  # per microsecond: of L2, of memory, of the tensor cores
+# The vendor's product, likewise: a launch, a step of a tile of 128x256 by products and by shared memory, its
+# epilogue, split-K and its sums, bytes and operations per microsecond.
+_VENDOR_LAUNCH, _VENDOR_STEP, _VENDOR_LOADS, _VENDOR_EPILOGUE = 2.55, 0.328, 0.415, 0.295
+_VENDOR_SPLIT, _VENDOR_SUMS, _VENDOR_BYTES, _VENDOR_FLOPS = 4.47, 8.03, 3.57e6, 6.62e8
+_ELEMENTWISE, _ELEMENT = 1.4, 1.1e-6  # the kernel after the product: its launch, and an element
+_MARGIN, _MARGIN_FEW = 0.96, 0.85  # of the vendor's time, for the errors of both estimates; below 128 tokens
+_MARGIN_SMALL, _SMALL_WEIGHT = 1.05, 2**23  # of weights of so many elements, where these kernels are faster
+# Where the vendor's product is slower than its estimate, of larger weights, if waves of tiles are as full as this:
+# results/h200_dense_plans.json.
+_LARGE_TOKENS, _LARGE_OUTPUTS, _LARGE, _FULL_WAVES = 4096, 2048, Plan(Kernel.COOPERATIVE, 256), 0.93
+# Tokens and plans of layers with K > 2N, where the vendor's product is mostly faster; measured for 4304 -> 1152:
+_LONG_OUTPUTS, _LONG_WIDTHS = range(1025, 1153), range(4096, 4609)
+_LONG_SUMS = (
+    (33, 100, Plan(Kernel.COOPERATIVE, 64, splits=2)),
+    (289, 384, Plan(Kernel.COOPERATIVE, 64, splits=2)),
+    (450, 512, Plan(Kernel.COOPERATIVE, 96, splits=2)),
+    (700, 768, Plan(Kernel.COOPERATIVE, 128, 2, splits=2)),
+    (769, 896, Plan(Kernel.COOPERATIVE, 144, splits=2)),
+    (1230, 1280, Plan(Kernel.COOPERATIVE, 192, splits=2)),
+    (1281, 1536, Plan(Kernel.COOPERATIVE, 128, 2)),
+)
+# The same for 1152 -> 4304: what is fastest with the layer above behind it.
+_WIDE_OUTPUTS, _WIDE_WIDTHS = range(4161, 4369), range(1025, 1153)
+_WIDE = ((1409, 1536, Plan(Kernel.COOPERATIVE, 208, 2)),)
+
+_COLUMNS = (64, 96, 112, 128, 144, 160, 192, 208, 224, 256)
+_PING_PONG_COLUMNS = (128, 144, 160)
+_CLUSTERS = ((1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2))
+_ACTIVE_CLUSTERS = {1: 132, 2: 60, 4: 30}  # that run at once on an H200, by CTAs per cluster
+
+
+class _Tile(NamedTuple):
+    """A plan, and the parts of its time that do not depend on the layer."""
+
+    plan: Plan
+    size: int
+    """CTAs of a cluster."""
+    step: float
+    """Microseconds of 64 elements of K, unless L2 takes longer."""
+    once: float
+    """Microseconds of the cluster, and of sending sums."""
+
+
+def _tiles() -> Iterator[_Tile]:
+    for columns in _COLUMNS:
+        for rows, cluster_columns, splits in _CLUSTERS:
+            if columns % (8 * rows) == 0:
+                size = rows * cluster_columns * splits
+                step = _STEP_64 + (_STEP_256 - _STEP_64) * (columns - 64) / 192
+                once = (_CLUSTER if size > 1 else 0) + _EXCHANGE * columns * (splits - 1) / splits
+                yield _Tile(Plan(Kernel.COOPERATIVE, columns, rows, cluster_columns, splits), size, step, once)
+    for columns in _PING_PONG_COLUMNS:
+        step = _STEP_128_PING_PONG + (_STEP_160_PING_PONG - _STEP_128_PING_PONG) * (columns - 128) / 32
+        yield _Tile(Plan(Kernel.PING_PONG, columns), 1, step, 0)
+
+
+# Of equal estimates the first is chosen: the smallest cluster, then the largest tile.
+_TILES = sorted(_tiles(), key=lambda tile: (tile.size, -tile.plan.columns))
+
+
+@functools.lru_cache(4096)
+def _fastest_tiles(tokens: int, outputs: int, width: int) -> tuple[tuple[float, Plan], ...]:
+    """Times in microseconds and plans, each faster than those before it. Without the bounds of the whole layer."""
+    found: list[tuple[float, Plan]] = []
+    least = float("inf")
+    for plan, size, step, once in _TILES:
+        kernel, columns, cluster_rows, cluster_columns, splits = plan
+        clusters = -(-tokens // (128 * cluster_rows)) * -(-outputs // (columns * cluster_columns))
+        running = min(clusters, _ACTIVE_CLUSTERS[size])
+        if splits > 1 and (clusters > running or width <= 64):
+            continue
+        loads = 128 * (min(tokens, 128) / cluster_columns + columns / cluster_rows)
+        step = max(step, loads * running * size / _L2_BYTES)
+        waves, steps = -(-clusters // running), -(-width // (64 * splits))
+        epilogues = 1 if kernel == Kernel.PING_PONG else waves
+        us = _LAUNCH + waves * steps * step + epilogues * _COLUMN * columns + once
+        if us < least:
+            least = us
+            found.append((us, plan))
+    return tuple(found)
+
+
+def choose_tile(tokens: int, outputs: int, width: int) -> tuple[float, Plan]:
+    """The wgmma tile with the shortest estimated time, and that time in microseconds."""
+    # From 128 tokens on, times are the same up to the next multiple of 128, so few new T estimate every plan.
+    tiles = _fastest_tiles(tokens if tokens <= 128 else -(-tokens // 128) * 128, outputs, width)
+    size_in_bytes = 2 * (tokens * width + width * outputs + tokens * outputs)
+    bound = max(_LAUNCH + size_in_bytes / _BYTES, _LAUNCH + 2 * tokens * outputs * width / _FLOPS)
+    return next(((bound, plan) for us, plan in tiles if us <= bound), tiles[-1])
+
+
+_VENDOR_TILES = (
+    (64, 64),
+    (64, 128),
+    (128, 64),
+    (128, 128),
+    (64, 192),
+    (192, 128),
+    (64, 256),
+    (128, 192),
+    (128, 256),
+    (256, 128),
+)
+
+
+@functools.lru_cache(4096)
+def _fastest_vendor_tile(tokens: int, outputs: int, width: int) -> float:
+    """The estimated time of the vendor's product in microseconds. Without the bounds of the whole layer."""
+    steps = -(-width // 64)
+    least = float("inf")
+    for rows, columns in _VENDOR_TILES:
+        part = rows * columns / 2**15
+        step = max(part * _VENDOR_STEP, (rows + columns) / 384 * _VENDOR_LOADS)
+        tiles = -(-tokens // rows) * -(-outputs // columns)
+        for splits in (1, 2, 3, 4, 6, 8):
+            if splits > 1 and (tiles * splits > 132 or steps < 8 * splits):
+                break
+            waves = -(-tiles * splits // 132)
+            sums = _VENDOR_SPLIT + _VENDOR_SUMS * part if splits > 1 else 0
+            us = _VENDOR_LAUNCH + waves * (-(-steps // splits) * step + _VENDOR_EPILOGUE * part) + sums
+            least = min(least, us)
+    return least
+
+
+def _estimate_vendor(tokens: int, outputs: int, width: int) -> float:
+    """The estimated time of the vendor's product and the kernel after it, in microseconds."""
+    tiles = _fastest_vendor_tile(-(-tokens // 64) * 64, outputs, width)  # tiles have multiples of 64 tokens
+    size_in_bytes = 2 * (tokens * width + width * outputs + tokens * outputs)
+    operations = 2 * tokens * outputs * width
+    product = max(tiles, _VENDOR_LAUNCH + operations / _VENDOR_FLOPS, 1 + size_in_bytes / _VENDOR_BYTES)
+    return product + _ELEMENTWISE + _ELEMENT * tokens * outputs
+
+
+@functools.lru_cache(4096)
+def choose_on_hopper(tokens: int, outputs: int, width: int) -> Plan:
+    """The plan of aligned 16-bit layers, for more tokens than gemv's kernel takes."""
+    if tokens <= _STREAM_TOKENS:
+        return _STREAM
+    if width > 2 * outputs:
+        if outputs not in _LONG_OUTPUTS or width not in _LONG_WIDTHS:
+            return VENDOR
+        return next((plan for least, most, plan in _LONG_SUMS if least <= tokens <= most), VENDOR)
+    if outputs * width > _SMALL_WEIGHT and outputs >= _LARGE_OUTPUTS and tokens >= _LARGE_TOKENS:
+        tiles = -(-tokens // 128) * -(-outputs // _LARGE.columns)
+        full = tiles / (_ACTIVE_CLUSTERS[1] * -(-tiles // _ACTIVE_CLUSTERS[1]))
+        return _LARGE if full >= _FULL_WAVES else VENDOR
+    if outputs in _WIDE_OUTPUTS and width in _WIDE_WIDTHS:
+        measured = next((plan for least, most, plan in _WIDE if least <= tokens <= most), None)
+        if measured is not None:
+            return measured
+    us, plan = choose_tile(tokens, outputs, width)
+    margin = _MARGIN_SMALL if outputs * width <= _SMALL_WEIGHT else _MARGIN if tokens >= 128 else _MARGIN_FEW
+    return plan if us < margin * _estimate_vendor(tokens, outputs, width) else VENDOR
