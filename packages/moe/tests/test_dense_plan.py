@@ -82,16 +82,19 @@ def test_few_tokens_stream_the_weight(tokens: int, kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("outputs", "width", "full"),
+    ("tokens", "outputs", "width", "full"),
     [
-        (8192, 8192, True),  # 32 x 32 tiles in 8 waves of 132: 97 %
-        (4096, 4096, True),  # 32 x 16 tiles in 4 waves: 97 %
-        (2048, 4104, False),  # more than twice as wide as the result
-        (2304, 4096, False),  # 32 x 9 tiles in 3 waves: 73 %
+        (4096, 8192, 8192, True),  # 32 x 32 tiles in 8 waves of 132: 97 %
+        (4096, 4096, 4096, True),  # 32 x 16 tiles in 4 waves: 97 %
+        (4224, 3840, 4096, True),  # 33 x 15 tiles in 4 waves: 94 %
+        (4096, 2048, 4104, False),  # more than twice as wide as the result
+        (4096, 2304, 4096, False),  # 32 x 9 tiles in 3 waves: 73 %
     ],
 )
-def test_large_layers_take_the_largest_tile_where_waves_are_full(outputs: int, width: int, full: bool) -> None:
-    plan = _dense_plan.choose_on_hopper(4096, outputs, width)
+def test_large_layers_take_the_largest_tile_where_waves_are_full(
+    tokens: int, outputs: int, width: int, full: bool
+) -> None:
+    plan = _dense_plan.choose_on_hopper(tokens, outputs, width)
     assert plan == (Plan(Kernel.COOPERATIVE, 256) if full else Plan(Kernel.VENDOR))
 
 

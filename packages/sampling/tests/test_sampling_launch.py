@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from kestrel_runtime import UnsupportedError
-from kestrel_sampling import _launch
-
 B, V = 4, 40
 ROWS, IDS, K = torch.zeros(B, V), torch.arange(B), torch.arange(B)
 T, P, M = torch.rand(B), torch.rand(B), torch.rand(B)  # of temperature, top-p and min-p
@@ -31,19 +28,16 @@ def launch(name: str) -> Any:
 
 
 class Entries:
-    """In place of the binary: notes the calls, and gives results of their own."""
+    """In place of the binary: notes the calls. has_drawn: whether one launch covers a draw with its logprobs."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.has_drawn = True
 
     def __getattr__(self, name: str) -> Any:
-        def entry(*given: Any) -> None:
+        def entry(*given: Any) -> bool:
             self.calls.append((name, given))
-            if name == "sample":
-                given[2].copy_(torch.tensor([True, False, True, True]))
-            elif name == "token_logprobs":
-                for result, value in zip(given[:4], (-1.0, 5, 6, -2.0), strict=True):
-                    result.fill_(value)
+            return self.has_drawn
 
         return entry
 
@@ -134,52 +128,17 @@ def test_an_entry_point_is_given_every_argument_in_its_place(entries: Entries, n
     assert all(any(result is x for x in given) for result in results)
 
 
-@pytest.mark.parametrize("top_k", [0, V, 1025])
 @pytest.mark.parametrize("processed", [False, True])
-def test_logprobs_of_other_draws_are_a_second_launch(entries: Entries, processed: bool, top_k: int) -> None:
-    filters = (*TOP_K[:3], top_k, *TOP_K[4:])
-    ids, valid, logprobs, ranks, top_ids, top_logprobs = launch("sample_with_logprobs")(
-        ROWS, *filters, 3, processed, *KEY
-    )
-    (first, of_draw), (second, of_logprobs) = entries.calls
-    assert (first, second) == ("sample", "token_logprobs")
-    assert_given(of_draw, ("sample_with_logprobs", *DRAWN, ROWS, True, *filters, *KEY, 0, 0))
-    assert_given(of_logprobs, (*LOGPROBS, ROWS, ids, *(filters if processed else OFF)))
-    assert valid.tolist() == [True, False, True, True]
-    # those of the logits as they are know nothing of a temperature that makes the row invalid
-    invalid = [False] * B if processed else [False, True, False, False]
-    assert logprobs.isnan().tolist() == invalid
-    assert ranks.tolist() == [0 if row else 5 for row in invalid]
-    assert top_logprobs.isnan().all(1).tolist() == top_logprobs.isnan().any(1).tolist() == invalid
-    assert bool((top_ids == 6).all())
-
-
-def test_a_step_of_several_launches_checks_before_it_writes(entries: Entries, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, many = launch("process_and_sample"), (T, 0.1, None, 0, P, 0.3, M, 0.4, True)
-    module = importlib.import_module("kestrel_sampling.process_and_sample")
-    monkeypatch.setattr(module, "_sample_with_logprobs", lambda *given: given)
-    drawn = step(ROWS, *PENALTIES, MASK, *many, 3, True, *KEY)
-    assert_given(drawn, (ROWS, *many, 3, True, *KEY))
-    ((first, given),) = entries.calls
-    assert first == "process_logits"
-    assert_given(given, (ROWS, ROWS, *PENALTIES, None, None, MASK))
-    entries.calls.clear()
-    overlapping = torch.zeros(B, V).as_strided((B, V), (1, 1))
-    for logits, filters in ((overlapping, many), (ROWS, (ROWS[:, 0].contiguous()[:3], *many[1:]))):
-        with pytest.raises(ValueError, match="process_and_sample: argument"):
-            step(logits, *PENALTIES, MASK, *filters, 3, True, *KEY)
-    memory = torch.zeros(B, V)
-    with pytest.raises(ValueError, match="'logits': .* shares no memory with 'temperature'"):
-        step(memory, *PENALTIES, MASK, memory[0, :B], *many[1:], 3, True, *KEY)
-    wide = torch.zeros(1, 2000)
-    with pytest.raises(UnsupportedError, match="top_n up to 1024"):
-        step(wide, *(None,) * 3, *(None, 0.0) * 3, None, *OFF, 1025, True, None, 0, None, 0, 0)
-    assert entries.calls == []
-    step(wide, *(None,) * 3, *(None, 0.0) * 3, None, *OFF, 1024, True, None, 0, None, 0, 0)
-
-
-@pytest.mark.parametrize("top_k", [1, 1024])
-def test_a_top_k_below_the_vocabulary_is_one_launch(entries: Entries, top_k: int) -> None:
-    launch("sample_with_logprobs")(torch.zeros(B, 1025), *OFF[:3], top_k, *OFF[4:], 3, True, *KEY)
-    assert [name for name, _ in entries.calls] == ["sample_with_logprobs"]
-    assert _launch.MAX_K == 1024
+@pytest.mark.parametrize(("op", "before"), [("sample_with_logprobs", ()), ("process_and_sample", (*PENALTIES, MASK))])
+def test_what_one_launch_does_not_cover_takes_a_draw_and_then_logprobs(
+    entries: Entries, op: str, before: tuple[Any, ...], processed: bool
+) -> None:
+    entries.has_drawn = False
+    results = launch(op)(ROWS, *before, *ALL, 3, processed, *KEY)
+    (first, given), (second, of_draw), (third, of_logprobs) = entries.calls
+    assert (first, second, third) == (op, "sample", "token_logprobs")
+    assert_given(given, (*DRAWN, *LOGPROBS, ROWS, *before, *ALL, not processed, *KEY))
+    assert_given(of_draw, (op, *results[:2], ROWS, True, *ALL, *KEY, 0, 0))
+    # of the logits as they are, but for a temperature that is NaN
+    assert_given(of_logprobs, (*results[2:], ROWS, results[0], *(ALL if processed else ((FLOAT32, B), *OFF[1:]))))
+    assert processed or of_logprobs[6].tolist() == [1.0] * B
