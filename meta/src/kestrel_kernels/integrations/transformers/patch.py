@@ -290,7 +290,7 @@ def _family(module: Any) -> Family | None:
 def _is_of_interest(module: Any) -> bool:
     """Whether a module of no known family, in transformers or elsewhere, is named as one that would be replaced."""
     kinds = ("Norm", "Attention", "MLP", "Experts", "Router")
-    return type(module) is not nn.LayerNorm and type(module).__name__.endswith(kinds)
+    return type(module).__name__.endswith(kinds) and not type(module).__module__.startswith("torch.")
 
 
 def _refusal(module: Any, part: str) -> str | None:
