@@ -229,6 +229,12 @@ BAD_INPUTS = {
             ValueError,
         ),
         BadInput(
+            "shape of no columns",
+            "weight_shape",
+            call(CT_WORDS[:, :0], CT_SCALES, weight_shape=torch.tensor([8, -4])),
+            ValueError,
+        ),
+        BadInput(
             "shape as a tuple", "weight_shape", call(CT_WORDS, CT_SCALES, weight_shape=(8, 16)), TypeError, "tensor"
         ),
         BadInput("to float64", "dtype", call(CT_WORDS, CT_SCALES, dtype=torch.float64), ValueError),

@@ -393,6 +393,22 @@ def test_checkpoints_take_the_dtype_that_is_asked_for(dtype: torch.dtype | None)
         assert packed.dtype == packed.dequantize().dtype == (dtype or torch.float16)
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_converted_weights_share_no_memory_with_their_checkpoint(groups: int) -> None:
+    codes, scales, zeros = checkpoint(32, 16, 32 // groups, torch.bfloat16)
+    for convert, parts in (
+        (w4_from_gptq, {"qweight": gptq_words(codes), "scales": scales, "qzeros": gptq_zeros(zeros - 1)}),
+        (w4_from_awq, {"qweight": awq_words(codes), "scales": scales, "qzeros": awq_words(zeros)}),
+        (w4_from_compressed_tensors, compressed(codes, scales, zeros)),
+    ):
+        given = {name: part.clone() for name, part in parts.items()}
+        packed = convert(**given)
+        exact = packed.dequantize().clone()
+        for part in given.values():
+            part.zero_()
+        assert torch.equal(packed.dequantize(), exact), convert.__name__
+
+
 def test_a_converted_checkpoint_multiplies_like_its_weight_in_another_dtype() -> None:
     codes, scales, zeros = checkpoint(64, 24, 32, torch.float16)
     packed = w4_from_gptq(gptq_words(codes), scales, gptq_zeros(zeros - 1), dtype=torch.float32)

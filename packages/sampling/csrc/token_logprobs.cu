@@ -194,7 +194,7 @@ bool sample_with_logprobs(TensorView ids, TensorView valid, TensorView logprobs,
 
 // The same after process_logits in place: in one launch, or in two where shared memory has no room for a hash table of
 // the history. What `logits` holds afterwards is not specified. For calls that take several launches everything is
-// checked, process_logits is launched, and the result is false: the draw cannot fail after that write.
+// checked, process_logits is launched, and the result is false: the draw is not refused after that write.
 bool process_and_sample(TensorView ids, TensorView valid, TensorView logprobs, TensorView ranks, TensorView top_ids,
                         TensorView top_logprobs, TensorView logits, OptionalTensor token_ids, OptionalTensor lengths,
                         OptionalTensor prompt_lengths, OptionalTensor repetition_penalty,

@@ -28,9 +28,10 @@ def w4_from_gptq(
 
     qweight: int32 [K/8, N], eight codes of consecutive rows of K in a word, lowest nibble first. scales: [K/G, N] bf16,
     fp16 or float32. qzeros: int32 [K/G, ceil(N/8)], eight zero points of consecutive columns in a word. "gptq_v2"
-    stores them as they are; "gptq" stores each word less 0x11111111, so that a zero point of 0 borrows from the next.
-    None: all are 8. g_idx: int [K], the group of each row, or None for rows in order; in activation order the result
-    keeps a permutation of x's columns. dtype: of the scales and activations (default: that of scales).
+    stores them as they are; "gptq" stores each word less 0x11111111, so that a zero point of 0 borrows from the next,
+    as GPTQModel writes it. None: all are 8. g_idx: int [K], the group of each row, or None for rows in order; in
+    activation order the result keeps a permutation of x's columns. dtype: of the scales and activations (default: that
+    of scales).
 
     Returns a :class:`W4Weight` [N, K] with the same values: (code - zero) * scale. Reads its arguments on the host:
     this is done once, at load.
@@ -138,8 +139,8 @@ def w4_from_compressed_tensors(
         check.shape(op, "weight_shape", weight_shape, (2,))
         check_readable(op, weight_shape=weight_shape)
         named = tuple(weight_shape.tolist())
-        if named[0] != rows or (named[1] + 7) // 8 != weight_packed.shape[1]:
-            expected = f"({rows}, {columns - 7}) to ({rows}, {columns}), of 4 bits as weight_packed has"
+        if named[0] != rows or named[1] < 1 or (named[1] + 7) // 8 != weight_packed.shape[1]:
+            expected = f"({rows}, {max(columns - 7, 1)}) to ({rows}, {columns}), of 4 bits as weight_packed has"
             check.fail(op, "weight_shape", expected, named)
         columns = named[1]
     check.tensor(op, "weight_scale", weight_scale, dtype=check.FLOATS, ndim=2)

@@ -126,10 +126,10 @@ def from_codes(
     zeros: torch.Tensor | None = None,
     permutation: torch.Tensor | None = None,
 ) -> W4Weight:
-    """A W4Weight of codes 0..15 [N, K], scales and zeros [N, K/G]; zeros None: 8."""
-    zeros = None if zeros is None else zeros.t().to(torch.int16).contiguous()
-    shape = (codes.shape[0], codes.shape[1])
-    return W4Weight(pack_codes(codes), scales.t().contiguous(), shape, group_size, zeros, permutation)
+    """A W4Weight of codes 0..15 [N, K], scales and zeros [N, K/G]; zeros None: 8. It shares no memory with these."""
+    zeros = None if zeros is None else zeros.t().to(torch.int16, copy=True).contiguous()
+    scales = scales.t().clone(memory_format=torch.contiguous_format)
+    return W4Weight(pack_codes(codes), scales, (codes.shape[0], codes.shape[1]), group_size, zeros, permutation)
 
 
 def check_readable(op: str, **tensors: torch.Tensor) -> None:
