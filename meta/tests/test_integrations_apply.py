@@ -226,6 +226,18 @@ def test_a_class_whose_forward_was_replaced_keeps_it(tiny_transformer, monkeypat
     torch.testing.assert_close(logits(model), before, **ROUNDING)
 
 
+def test_an_attention_whose_forward_was_replaced_keeps_its_attention_function(tiny_transformer, monkeypatch):
+    """What that forward passes to the function is not known: torch's also takes a bias of scores."""
+    own = LlamaAttention.forward
+    monkeypatch.setattr(LlamaAttention, "forward", lambda self, *given, **options: own(self, *given, **options))
+    model = tiny_transformer("llama")
+    chosen, before = model.config._attn_implementation, logits(model)
+    report = integration.apply(model)
+    assert report.left == ["2 LlamaAttention (its class has another forward)"]
+    assert model.config._attn_implementation == chosen
+    torch.testing.assert_close(logits(model), before, **ROUNDING)
+
+
 def test_arguments_that_no_tested_version_has_are_not_ignored(tiny_transformer, monkeypatch):
     """transformers 5.24 renamed past_key_values: a forward that ignored the new name would leave out the cache."""
     own = LlamaAttention.forward

@@ -52,6 +52,7 @@ def test_only_the_first_tokens_are_packed_and_no_padding_needs_no_packing():
     ("given", "message"),
     [
         ({"s_aux": torch.zeros(4)}, "s_aux: expected None, got attention sinks"),
+        ({"position_bias": torch.zeros(1, 4, 3, 3)}, "position_bias: expected None, got a bias"),
         ({"dropout": 0.1}, "dropout: expected 0"),
     ],
 )

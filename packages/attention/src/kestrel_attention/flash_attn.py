@@ -43,7 +43,7 @@ def flash_attn_func(
 
     q: [B, Sq, H, D]. k, v: [B, Sk, Hk, D]. Only the last dimension must be contiguous. One dtype: bf16, fp16, float32,
         or FP8 (float8_e4m3fn or float8_e5m2); k and v may also be FP8 with a bf16, fp16 or float32 q.
-    softmax_scale: up to 2 ** 126 in magnitude; default D ** -0.5.
+    softmax_scale: up to 2 ** 126 in magnitude, also times q_scale and k_scale; default D ** -0.5.
     causal, window_size: query i stands at key position p = Sk - Sq + i (the last query at the last key). causal keeps
         keys <= p; window (left, right) keeps p - left .. p + right, -1 is unbounded.
     softcap: scores become softcap * tanh(scores / softcap); 0 is off.

@@ -85,7 +85,7 @@ def flash_attn_with_kvcache(
     k_zero, v_zero, k_tail, seq_ids: for INT4 only, and then all four. Zeros are fp16, shaped as the scales: value =
         (code - zero) * scale. k_tail [seqs, 64, Hk, D] of q's dtype holds the keys of each sequence's unfinished page,
         the last L % 64 of L; seq_ids int32 [B] is each sequence's row in it. A seq_id < 0 or >= seqs is padding.
-    softmax_scale: up to 2 ** 126 in magnitude; default D ** -0.5.
+    softmax_scale: up to 2 ** 126 in magnitude, also times k_scale; default D ** -0.5.
     causal, window_size: with L keys (k included), query i stands at key position p = L - Sq + i. causal keeps keys
         <= p; window (left, right) keeps p - left .. p + right, -1 is unbounded.
     softcap: scores become softcap * tanh(scores / softcap); 0 is off.

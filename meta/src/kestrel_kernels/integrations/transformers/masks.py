@@ -94,6 +94,7 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function: over a KestrelCache's pages in place, else dense as transformers' "sdpa" does it.
@@ -106,6 +107,8 @@ def attention(
         layer.pending = False  # this call serves it or raises
     if s_aux is not None:
         raise ValueError("kestrel attention: s_aux: expected None, got attention sinks")
+    if position_bias is not None:
+        raise ValueError("kestrel attention: position_bias: expected None, got a bias of scores")
     if dropout:
         raise ValueError(f"kestrel attention: dropout: expected 0 (an inference library), got {dropout}")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -516,6 +516,8 @@ def experts_function(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
 
     gated = activation(self.config.hidden_act) if hasattr(self.config, "hidden_act") else None
     fits = self.has_gate and self.is_concatenated and not self.is_transposed and not self.has_bias
+    if hidden_states.is_cuda:  # as kernels take them: the reference is slower than transformers' function
+        fits = fits and hidden_states.element_size() == 2 and all(size % 16 == 0 for size in self.down_proj.shape[1:])
     keeps = _keeps_its_own(self, hidden_states) or top_k_weights.requires_grad  # where a router alone is trained
     if not fits or gated not in (silu_and_mul, gelu_and_mul) or keeps:
         result: Tensor = batched_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)

@@ -385,12 +385,14 @@ _PATCHES: dict[str, Callable[[_Applied, nn.Module, Family], None]] = {
 
 
 def _set_function(applied: _Applied, model: Any, part: str, setting: str, name: str) -> None:
-    """Name this library's function in the configs of all known modules of a kind."""
+    """Name this library's function in the configs of all known modules of a kind, unless the forward of one is not."""
     owners = [module for module in model.modules() if (family := _family(module)) and _is_part(module, family, part)]
-    if not owners:
+    foreign = {id(module.config) for module in owners if part in _ARGUMENTS and _refusal(module, part)}
+    configs = {id(module.config): module.config for module in owners if id(module.config) not in foreign}
+    if not configs:
         return
     register()
-    for config in {id(module.config): module.config for module in owners}.values():
+    for config in configs.values():
         applied.set(config, setting)
     applied.replaced[name] += 1
 
