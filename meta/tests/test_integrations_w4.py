@@ -1,13 +1,15 @@
-"""4-bit weights in models of transformers: quantised while loading, from GPTQ and AWQ checkpoints, under `apply`."""
+"""4-bit weights in models of transformers: quantised while loading, from 4-bit checkpoints, under `apply`."""
 
 from __future__ import annotations
 
 import copy
 import json
+import re
 
 import pytest
 import torch
 from logit_bounds import ROUNDING
+from safetensors.torch import save_file
 
 from kestrel_kernels.integrations import transformers as integration
 from kestrel_kernels.integrations.transformers import W4Config, generate, load_w4, quantize, w4
@@ -129,6 +131,146 @@ def test_a_4_bit_checkpoint_gives_the_logits_of_its_values(make, w4_checkpoint, 
     assert not names & {"qweight", "qzeros", "g_idx"}
 
 
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP, "actorder": None}
+SCHEME = {"weights": WEIGHTS, "targets": ["Linear"], "input_activations": None, "output_activations": None}
+LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def found_compressed(*, ignore=("lm_head",), weights=None, scheme=None, **changes):
+    """A quantization_config as llm-compressor writes it."""
+    group = {**SCHEME, "weights": {**WEIGHTS, "dynamic": False, "observer": "minmax", **(weights or {})}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {**group, **(scheme or {})}},
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+        "moe_sparsity_config": None,
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {},
+        **changes,
+    }
+
+
+def words(values):
+    """Values -8..7 plus 8, eight of the last dimension in an int32, lowest nibble first; 0 completes the last."""
+    filled = torch.nn.functional.pad(values.long() + 8, (0, -values.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    packed = sum(filled[..., i] << (4 * i) for i in range(8))
+    return (packed - (packed >= 2**31) * 2**32).int()
+
+
+def write_compressed(model, folder, found, left=("lm_head",)):
+    """Write the model with random 4-bit weights in the layers not in `left`, and put their values into it."""
+    options, random = found["config_groups"]["group_0"]["weights"], torch.Generator().manual_seed(5)
+    tensors = {name: x.contiguous() for name, x in model.state_dict().items()}
+    for name, linear in model.named_modules():
+        if type(linear) is not torch.nn.Linear or name in left:
+            continue
+        rows, columns = linear.weight.shape
+        groups = torch.arange(columns) // (options["group_size"] or columns)
+        shape = (rows, int(groups[-1]) + 1)
+        codes = torch.randint(-8, 8, (rows, columns), generator=random)
+        zeros, scales = torch.randint(-8, 8, shape, generator=random), torch.rand(shape, generator=random) / 16
+        if options["symmetric"]:
+            zeros = torch.zeros_like(zeros)
+        else:
+            tensors[f"{name}.weight_zero_point"] = words(zeros.t()).t().contiguous()
+        if options["actorder"] == "group":
+            order = torch.Generator().manual_seed(columns)  # that of the input, which layers share
+            groups = groups[torch.randperm(columns, generator=order)]
+            tensors[f"{name}.weight_g_idx"] = groups.int()
+        linear.weight.data = (codes - zeros[:, groups]) * scales[:, groups]
+        tensors |= {f"{name}.weight_packed": words(codes), f"{name}.weight_scale": scales}
+        tensors[f"{name}.weight_shape"] = torch.tensor([rows, columns])
+        del tensors[f"{name}.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**model.config.to_dict(), "quantization_config": found}))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    "weights",
+    [{}, {"actorder": "group"}, {"actorder": "weight"}, {"strategy": "channel", "group_size": None}],
+    ids=["group", "activation order", "static order", "channel"],
+)
+def test_a_compressed_tensors_checkpoint_gives_the_logits_of_its_values(make, tmp_path, family, symmetric, weights):
+    model = make(family)
+    write_compressed(model, tmp_path, found_compressed(weights={"symmetric": symmetric, **weights}))
+    loaded = load_w4(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    torch.testing.assert_close(logits(loaded), logits(model), **ROUNDING)
+    assert {name.rsplit(".", 1)[1] for name, x in loaded.named_modules() if w4.is_w4(x)} == set(LAYERS)
+    assert integration.apply(loaded).left == []
+    torch.testing.assert_close(logits(loaded), logits(model), **ROUNDING)
+    assert not any(".weight_" in name for name in loaded.state_dict())
+
+
+def test_layers_that_compressed_tensors_ignores_are_left_alone(make, tmp_path):
+    """Names are whole ones; patterns match from the start. The head is a linear layer like others."""
+    model = make(tie_word_embeddings=False, intermediate_size=100, vocab_size=67)  # rows and columns in no whole words
+    weights = {"symmetric": False, "strategy": "channel", "group_size": None}
+    names = [
+        "model.layers.0.self_attn.k_proj",
+        "re:.*layers\\.1\\.ml",
+        "self_attn.v_proj",
+        "model.layers.0.mlp",
+        "re:q_proj",
+    ]
+    left = {"model.layers.0.self_attn.k_proj", *(f"model.layers.1.mlp.{name}" for name in LAYERS[4:])}
+    write_compressed(model, tmp_path, found_compressed(ignore=names, weights=weights), left)
+    loaded = load_w4(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    assert {name for name, x in loaded.named_modules() if type(x) is torch.nn.Linear} == left
+    assert w4.is_w4(loaded.lm_head)
+    for name in left:
+        assert torch.equal(loaded.get_parameter(f"{name}.weight"), model.get_parameter(f"{name}.weight"))
+    torch.testing.assert_close(logits(loaded), logits(model), **ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "int-quantized"}, "format of the checkpoint: expected 'pack-quantized', got 'int-quantized'"),
+        ({"scheme": {"format": "marlin-24"}}, "config_groups.group_0.format of the checkpoint: expected None or 'pack"),
+        ({"weights": {"num_bits": 8}}, "group_0.weights.num_bits of the checkpoint: expected 4, got 8"),
+        ({"weights": {"type": "float"}}, "group_0.weights.type of the checkpoint: expected 'int', got 'float'"),
+        (
+            {"weights": {"strategy": "tensor"}},
+            "group_0.weights.strategy of the checkpoint: expected 'group' or 'channel'",
+        ),
+        ({"weights": {"dynamic": True}}, "group_0.weights.dynamic of the checkpoint: expected False, got True"),
+        ({"weights": {"actorder": "other"}}, "group_0.weights.actorder of the checkpoint: expected 'group' or"),
+        ({"weights": {"group_size": None}}, "group_size: expected -1 or an even number of columns, got None"),
+        ({"weights": {"group_size": 48}}, "layers.0.self_attn.q_proj: expected whole groups of 48 columns, got 64"),
+        (
+            {"scheme": {"input_activations": {"num_bits": 8}}},
+            "group_0.input_activations of the checkpoint: expected None",
+        ),
+        ({"scheme": {"targets": ["re:.*q_proj"]}}, "group_0.targets of the checkpoint: expected ['Linear'], got ['re:"),
+        (
+            {"config_groups": {"W4A16": ["Linear"]}},
+            "config_groups.W4A16 of the checkpoint: expected a scheme of weights",
+        ),
+        ({"config_groups": {"a": SCHEME, "b": SCHEME}}, "number of config_groups of the checkpoint: expected 1, got 2"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme of the checkpoint: expected None, got {'num_bits': 8}"),
+        (
+            {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparsity_config.format of the checkpoint: expected 'dense'",
+        ),
+        ({"transform_config": {"config_groups": {}}}, "transform_config of the checkpoint: expected None, got"),
+        ({"ignore": ["re:("]}, "ignore of the checkpoint: expected patterns, got 're:('"),
+        ({"ignore": ["lm_head", "re:.*z_proj"]}, "q_proj: expected 4-bit weights in every linear layer"),
+    ],
+)
+def test_what_compressed_tensors_has_besides_is_refused_by_name(make, tmp_path, changes, message):
+    make().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": found_compressed(**changes)}))
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        load_w4(tmp_path)
+    assert "\n" not in str(error.value)
+
+
 def test_generate_draws_the_tokens_of_the_models_own(make):
     model = make("qwen3")
     quantize(model, group_size=GROUP)
@@ -171,7 +313,10 @@ def test_a_module_with_both_kinds_of_layers_is_left_and_named(make):
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "quant_method of the checkpoint: expected gptq or awq, got 'bitsandbytes'"),
+        (
+            {"quant_method": "bitsandbytes"},
+            "quant_method of the checkpoint: expected gptq, awq or .* got 'bitsandbytes'",
+        ),
         ({"quant_method": "gptq", "bits": 8}, "bits of the checkpoint: expected 4, got 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version of the AWQ checkpoint: expected gemm, got"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint: expected one of .*'marlin'"),

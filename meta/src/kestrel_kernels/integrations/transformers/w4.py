@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,10 +15,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kestrel_quant import W4Weight, pack_w4, w4_from_awq, w4_from_gptq, w4a16_linear
+from kestrel_quant import W4Weight, pack_w4, w4_from_awq, w4_from_compressed_tensors, w4_from_gptq, w4a16_linear
 
 METHOD = "kestrel_w4"
-CHECKPOINTS = (None, "gptq", "gptq_v2", "awq")
+COMPRESSED = "compressed-tensors"
+CHECKPOINTS = (None, "gptq", "gptq_v2", "awq", COMPRESSED)
 _lock = threading.Lock()
 _is_registered = False
 
@@ -31,9 +33,9 @@ class W4Config(QuantizationConfigMixin):
     group_size: columns that share a scale; -1 is whole rows.
     symmetric: codes -7..7 around 0; else 0..15 with a zero point for each group.
     modules_to_not_convert: names, or patterns of names, of layers that stay; besides them the head stays.
-    checkpoint: None for weights in 16 or 32 bits; "gptq", "gptq_v2" or "awq" for a checkpoint that has 4 bits already.
-        :func:`load_w4` fills this in.
-    desc_act: the GPTQ checkpoint has its columns in activation order.
+    checkpoint: None for weights in 16 or 32 bits; "gptq", "gptq_v2", "awq" or "compressed-tensors" for a checkpoint
+        that has 4 bits already. :func:`load_w4` fills this in.
+    desc_act: the checkpoint names the group of each column (activation order).
     head: the language head has 4 bits too. It must not share its weight with the embedding.
 
     Raises ValueError for values out of range.
@@ -69,15 +71,19 @@ class W4Config(QuantizationConfigMixin):
 
     @classmethod
     def of_checkpoint(cls, found: dict[str, Any]) -> W4Config:
-        """The config of a GPTQ or AWQ checkpoint. found: its `quantization_config`.
+        """The config of a GPTQ, AWQ or compressed-tensors checkpoint. found: its `quantization_config`.
 
-        Raises ValueError for other methods, other numbers of bits and AWQ layouts other than "gemm".
+        Raises ValueError for other methods, other numbers of bits, AWQ layouts other than "gemm" and entries of
+        compressed-tensors other than weights of linear layers in the format "pack-quantized".
         """
         method = found.get("quant_method")
-        if method not in ("gptq", "awq", METHOD):
-            raise ValueError(f"load_w4: quant_method of the checkpoint: expected gptq or awq, got {method!r}")
+        if method not in ("gptq", "awq", COMPRESSED, METHOD):
+            expected = f"gptq, awq or {COMPRESSED}"
+            raise ValueError(f"load_w4: quant_method of the checkpoint: expected {expected}, got {method!r}")
         if method == METHOD:
             return cls(**found)
+        if method == COMPRESSED:
+            return cls(**_compressed(found))
         if (bits := found.get("bits", found.get("w_bit"))) != 4:
             raise ValueError(f"load_w4: bits of the checkpoint: expected 4, got {bits!r}")
         group_size = int(found.get("group_size", found.get("q_group_size", 128)))
@@ -309,15 +315,17 @@ def quantize(
 
 
 def load_w4(path: Any, *, model_class: Any = None, config: W4Config | None = None, **options: Any) -> Any:
-    """Load a checkpoint with 4-bit linear layers: GPTQ and AWQ ones as they are, others rounded to the nearest code.
+    """Load a checkpoint with 4-bit linear layers: those in 4 bits as they are, others rounded to the nearest code.
+
+    As they are: GPTQ, AWQ, and compressed-tensors in the format "pack-quantized", which llm-compressor writes.
 
     path: a folder or the name of a checkpoint, as ``from_pretrained`` takes it. model_class: by default
     ``AutoModelForCausalLM``. config: for a checkpoint without 4-bit weights; default ``W4Config()``. options: further
-    arguments of ``from_pretrained``, such as `dtype`, which is also the activations' dtype. GPTQ and AWQ need no other
+    arguments of ``from_pretrained``, such as `dtype`, which is also the activations' dtype. No checkpoint needs another
     package here. Returns the model, on which :func:`apply` runs.
 
-    Raises ValueError for checkpoints of other methods, bits or layouts, and for GPTQ and AWQ checkpoints of models with
-    routed experts.
+    Raises ValueError for checkpoints of other methods, bits or layouts, and for 4-bit checkpoints of models with routed
+    experts.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -342,7 +350,7 @@ class Quantizer(HfQuantizer):
     def __init__(self, quantization_config: W4Config, **options: Any) -> None:
         super().__init__(quantization_config, **options)
         if (quantization_config.checkpoint is None) == self.pre_quantized:
-            expected = "gptq, gptq_v2 or awq" if self.pre_quantized else "None"
+            expected = f"one of {CHECKPOINTS[1:]}" if self.pre_quantized else "None"
             raise ValueError(
                 f"W4Config: checkpoint: expected {expected} for this checkpoint, got {quantization_config.checkpoint!r}"
             )
@@ -411,19 +419,32 @@ def _layers(model: Any, config: W4Config) -> Iterable[tuple[str, nn.Linear]]:
     """The linear layers that the config converts."""
     kept = [*(config.modules_to_not_convert or []), *(getattr(model, "_keep_in_fp32_modules", None) or [])]
     head = model.get_output_embeddings()
-    if config.head and model.config.get_text_config().tie_word_embeddings:
-        raise ValueError("W4Config: head: expected a head of its own, got one that shares the embedding's weight")
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and (config.head or module is not head) and should_convert_module(name, kept):
+            if module is head and model.config.get_text_config().tie_word_embeddings:
+                raise ValueError(
+                    "W4Config: head: expected a head of its own, got one that shares the embedding's weight"
+                )
             columns = module.in_features
             if columns % (columns if config.group_size == -1 else config.group_size) == 0 and columns % 2 == 0:
                 yield name, module
+            elif config.checkpoint == COMPRESSED:
+                groups = f"whole groups of {config.group_size}" if columns % 2 == 0 else "an even number"
+                raise ValueError(f"load_w4: {name}: expected {groups} columns, got {columns}")
 
 
 def _stored(config: W4Config, linear: nn.Linear) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of a layer's tensors in a GPTQ or AWQ checkpoint."""
+    """Shapes and dtypes of a layer's tensors in a 4-bit checkpoint."""
     columns, rows, dtype = linear.in_features, linear.out_features, linear.weight.dtype
     groups = 1 if config.group_size == -1 else columns // config.group_size
+    if config.checkpoint == COMPRESSED:
+        return {
+            "weight_packed": ((rows, -(-columns // 8)), torch.int32),
+            "weight_scale": ((rows, groups), dtype),
+            "weight_shape": ((2,), torch.int64),
+            **({} if config.symmetric else {"weight_zero_point": ((-(-rows // 8), groups), torch.int32)}),
+            **({"weight_g_idx": ((columns,), torch.int32)} if config.desc_act else {}),
+        }
     packed = (columns, rows // 8) if config.checkpoint == "awq" else (columns // 8, rows)
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "qweight": (packed, torch.int32),
@@ -436,21 +457,72 @@ def _stored(config: W4Config, linear: nn.Linear) -> dict[str, tuple[tuple[int, .
 
 
 def _convert(name: str, layer: W4Linear, config: W4Config) -> None:
-    """Pack what was loaded from a GPTQ or AWQ checkpoint, and drop it."""
-    names = ["qweight", "qzeros", "scales", *(["g_idx"] if config.desc_act else [])]
-    stored = {each: getattr(layer, each) for each in names}
+    """Pack what was loaded from a 4-bit checkpoint, and drop it."""
+    stored: dict[str, Any] = dict(sorted(layer.named_buffers()))  # the layer has none of its own yet
     if absent := [each for each, x in stored.items() if not getattr(x, "_is_hf_initialized", False)]:
         raise ValueError(
-            f"load_w4: {name}: expected 4-bit weights in every linear layer but the head and those of the "
-            f"checkpoint's modules_to_not_convert, got none ({', '.join(absent)} missing)"
+            f"load_w4: {name}: expected 4-bit weights in every linear layer that the checkpoint's quantization_config "
+            f"does not leave out, got none ({', '.join(absent)} missing)"
         )
-    for each in names:
+    for each in stored:
         delattr(layer, each)
     layer.register_buffer("scales", None)
-    if config.checkpoint == "awq":
+    if config.checkpoint == COMPRESSED:
+        layer.packed = w4_from_compressed_tensors(**stored)
+    elif config.checkpoint == "awq":
         layer.packed = w4_from_awq(**stored)
     else:
         layer.packed = w4_from_gptq(**stored, checkpoint_format=config.checkpoint)  # type: ignore[arg-type]
+
+
+def _compressed(found: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of W4Config for compressed-tensors. Raises ValueError that names the first entry not covered."""
+
+    def only(entry: str, value: Any, *expected: Any) -> None:
+        if value not in expected:
+            listed = " or ".join(map(repr, expected))
+            raise ValueError(f"load_w4: {entry} of the checkpoint: expected {listed}, got {value!r}")
+
+    groups = found.get("config_groups") or {}
+    only("number of config_groups", len(groups), 1)
+    [(name, scheme)] = groups.items()
+    group = f"config_groups.{name}"
+    weights = scheme.get("weights") or {} if isinstance(scheme, dict) else {}
+    if not weights:
+        raise ValueError(f"load_w4: {group} of the checkpoint: expected a scheme of weights, got {scheme!r}")
+    only("format", found.get("format"), "pack-quantized")
+    only(f"{group}.format", scheme.get("format"), None, "pack-quantized")
+    only("kv_cache_scheme", found.get("kv_cache_scheme"), None)
+    only("sparsity_config.format", (found.get("sparsity_config") or {}).get("format", "dense"), "dense")
+    for each in ("moe_sparsity_config", "transform_config"):
+        only(each, found.get(each) or None, None)
+    only(f"{group}.targets", scheme.get("targets"), ["Linear"])
+    for each in ("input_activations", "output_activations"):
+        only(f"{group}.{each}", scheme.get(each), None)
+    only(f"{group}.weights.num_bits", weights.get("num_bits"), 4)
+    only(f"{group}.weights.type", weights.get("type"), "int")
+    only(f"{group}.weights.dynamic", weights.get("dynamic", False), False)
+    only(f"{group}.weights.strategy", strategy := weights.get("strategy"), "group", "channel")
+    orders = ("group", "dynamic", True), ("weight", "static", None, False)  # with weight_g_idx, without
+    only(f"{group}.weights.actorder", order := weights.get("actorder"), *orders[0], *orders[1])
+    return {
+        "group_size": weights.get("group_size") if strategy == "group" else -1,
+        "symmetric": weights.get("symmetric", True),
+        "modules_to_not_convert": [_pattern(entry) for entry in found.get("ignore") or []],
+        "checkpoint": COMPRESSED,
+        "desc_act": order in orders[0],
+        "head": True,  # unless it is ignored by name
+    }
+
+
+def _pattern(entry: str) -> str:
+    """An entry of `ignore` for modules_to_not_convert: a whole name, or after "re:" a pattern of how names begin."""
+    pattern = f"(?:{entry[3:]}).*" if entry.startswith("re:") else f"{re.escape(entry)}$"
+    try:
+        re.compile(f"(?:{pattern})")
+    except re.error as error:
+        raise ValueError(f"load_w4: ignore of the checkpoint: expected patterns, got {entry!r} ({error})") from None
+    return pattern
 
 
 def register() -> None:
