@@ -104,7 +104,7 @@ def test_info_lists_every_public_function_and_nothing_else() -> None:
 
 def test_only_functions_without_an_op_need_no_kernel() -> None:
     plain = {op["op"] for op in info.collect()["ops"] if op["runs"] == "plain"}
-    names = {"pack_w4", "w4_from_awq", "w4_from_gptq"}
+    names = {"pack_w4", "w4_from_awq", "w4_from_compressed_tensors", "w4_from_gptq", "w4a16_token_covers"}
     assert plain == {"kestrel_rope.build_cos_sin_cache", *(f"kestrel_quant.{name}" for name in names)}
 
 
