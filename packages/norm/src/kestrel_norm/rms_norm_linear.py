@@ -69,25 +69,15 @@ def rms_norm_linear(
     >>> kestrel_norm.rms_norm_linear(torch.tensor([[3.0, 4.0]]), torch.ones(2), torch.tensor([[1.0, 1.0]]), eps=0.0)
     tensor([[1.9799]])
     """
-    columns, lead = weight.shape[0], x.shape[:-1]
-    tokens = lead.numel()
-    result = empty(x, x.dtype, *lead, columns) if out is None else out
-    if tokens > _STREAM_ROWS and out is None and _are_checked_apart(x, norm_weight, weight):
-        by_kernel = False
-    else:
-        by_kernel = _kernels.rms_norm_linear(result, x, norm_weight, weight, eps)
-    if not by_kernel:
+    columns = weight.shape[0]
+    result = empty(x, x.dtype, *x.shape[:-1], columns) if out is None else out
+    if not _kernels.rms_norm_linear(result, x, norm_weight, weight, eps):
         normed = empty(x, x.dtype, *x.shape)
         _kernels.rms_norm(normed, x, norm_weight, eps, 0.0)
+        tokens = x.shape[:-1].numel()
         rows, into = normed.view(tokens, x.shape[-1]), result.reshape(tokens, columns)
         if tokens > _STREAM_ROWS or not _kernels.product_of_norm(into, rows, weight):
             torch.mm(rows, weight.T, out=into)
         if into.data_ptr() != result.data_ptr():
             result.copy_(into.view(result.shape))
     return result
-
-
-def _are_checked_apart(x: torch.Tensor, norm_weight: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernel of rms_norm and torch.mm refuse whatever else may be wrong with these."""
-    same = norm_weight.dtype == x.dtype and weight.device == x.device
-    return same and weight.ndim == 2 and weight.stride(-1) == 1

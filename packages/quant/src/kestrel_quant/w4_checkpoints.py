@@ -52,18 +52,12 @@ def w4_from_gptq(
     check.same(op, "device", qweight=qweight, scales=scales)
     zeros = None
     if qzeros is not None:
-        check.tensor(op, "qzeros", qzeros, dtype=torch.int32)
-        check.shape(op, "qzeros", qzeros, (scales.shape[0], (scales.shape[1] + 7) // 8))
-        check.same(op, "device", qweight=qweight, qzeros=qzeros)
-        check_readable(op, qzeros=qzeros)
+        _check_part(op, "qzeros", qzeros, torch.int32, (scales.shape[0], (scales.shape[1] + 7) // 8), qweight=qweight)
         words = qzeros.long() + _ONES if checkpoint_format == "gptq" else qzeros
         zeros = _nibbles(words).flatten(1)[:, : scales.shape[1]]
     permutation = None
     if g_idx is not None:
-        check.tensor(op, "g_idx", g_idx, dtype=check.INTEGERS)
-        check.shape(op, "g_idx", g_idx, (columns,))
-        check.same(op, "device", qweight=qweight, g_idx=g_idx)
-        check_readable(op, g_idx=g_idx)
+        _check_part(op, "g_idx", g_idx, check.INTEGERS, (columns,), qweight=qweight)
         permutation = _permutation(op, "g_idx", g_idx, group_size)
     codes = _nibbles(qweight).transpose(1, 2).flatten(0, 1)  # [K/8, N, 8] to [K, N]
     return _weight(codes.t(), scales.t(), group_size, None if zeros is None else zeros.t(), permutation, dtype)
@@ -135,9 +129,7 @@ def w4_from_compressed_tensors(
     check.tensor(op, "weight_packed", weight_packed, dtype=torch.int32, ndim=2)
     rows, columns = weight_packed.shape[0], 8 * weight_packed.shape[1]
     if weight_shape is not None:
-        check.tensor(op, "weight_shape", weight_shape, dtype=check.INTEGERS)
-        check.shape(op, "weight_shape", weight_shape, (2,))
-        check_readable(op, weight_shape=weight_shape)
+        _check_part(op, "weight_shape", weight_shape, check.INTEGERS, (2,))
         named = tuple(weight_shape.tolist())
         if named[0] != rows or named[1] < 1 or (named[1] + 7) // 8 != weight_packed.shape[1]:
             expected = f"({rows}, {max(columns - 7, 1)}) to ({rows}, {columns}), of 4 bits as weight_packed has"
@@ -151,21 +143,31 @@ def w4_from_compressed_tensors(
     check.same(op, "device", weight_packed=weight_packed, weight_scale=weight_scale)
     zeros = None
     if weight_zero_point is not None:
-        check.tensor(op, "weight_zero_point", weight_zero_point, dtype=torch.int32)
-        check.shape(op, "weight_zero_point", weight_zero_point, ((rows + 7) // 8, groups))
-        check.same(op, "device", weight_packed=weight_packed, weight_zero_point=weight_zero_point)
-        check_readable(op, weight_zero_point=weight_zero_point)
+        shape = ((rows + 7) // 8, groups)
+        _check_part(op, "weight_zero_point", weight_zero_point, torch.int32, shape, weight_packed=weight_packed)
         zeros = _nibbles(weight_zero_point).transpose(1, 2).flatten(0, 1)[:rows]  # [N/8, K/G, 8] to [N, K/G]
     permutation = None
     if weight_g_idx is not None:
-        check.tensor(op, "weight_g_idx", weight_g_idx, dtype=check.INTEGERS)
-        check.shape(op, "weight_g_idx", weight_g_idx, (columns,))
-        check.same(op, "device", weight_packed=weight_packed, weight_g_idx=weight_g_idx)
-        check_readable(op, weight_g_idx=weight_g_idx)
+        _check_part(op, "weight_g_idx", weight_g_idx, check.INTEGERS, (columns,), weight_packed=weight_packed)
         unset = bool((weight_g_idx == -1).any())
         permutation = None if unset else _permutation(op, "weight_g_idx", weight_g_idx, group_size)
     codes = _nibbles(weight_packed).flatten(1)[:, :columns]
     return _weight(codes, weight_scale, group_size, zeros, permutation, dtype)
+
+
+def _check_part(
+    op: str,
+    name: str,
+    part: torch.Tensor,
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    shape: tuple[int, ...],
+    **codes: torch.Tensor,
+) -> None:
+    """A part of a checkpoint whose values are read; on the device of the codes, if these are given."""
+    check.tensor(op, name, part, dtype=dtype)
+    check.shape(op, name, part, shape)
+    check.same(op, "device", **codes, **{name: part})
+    check_readable(op, **{name: part})
 
 
 def _nibbles(words: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from typing import NamedTuple
 
@@ -66,8 +65,6 @@ def number_or_tensor(op: str, name: str, value: float | torch.Tensor) -> tuple[t
     if isinstance(value, torch.Tensor):
         return value, 0.0
     check.number(op, name, value)
-    if isinstance(value, int) and abs(value) > sys.float_info.max:
-        check.fail(op, name, f"at most {sys.float_info.max} in magnitude", "a larger integer")
     return None, float(value)
 
 
