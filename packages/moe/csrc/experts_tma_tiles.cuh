@@ -244,12 +244,11 @@ __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slice
     if (p.tickets) {
       if constexpr (C == 1) {
         if (n > 0) {
-          // A CTA takes no more tiles ahead than it needs, so that all end together: the next one while it multiplies
-          // one, FP8 tiles of 128, which are short, two.
-          static_assert(Tile::slots == 3, "two tiles and that which is multiplied");
+          // A CTA takes no more tiles ahead than it needs, so that all end together: tile n once tile n - 2 is
+          // multiplied; FP8 tiles of 128, which are short, once n - 3 is. So do FP8 layers with one step of K: their
+          // copies are signalled two steps later, so the end of n - 2 may need copies of n.
+          static_assert(Tile::slots == 3, "at_slot held tile n - 3, the slot after it n - 2");
           RingPosition<Tile> before = at_slot;
-          // Of the last but one, else of the one before that. FP8 copies are signalled two steps later, so with tiles
-          // of one step the last but one may need copies of the tile that is asked for here.
           if (Tile::gathers && !(FP8 && p.width <= kLineBytes)) before.next_slot();
           ptx::mbarrier_wait(barriers.slot_empty + before.slot, before.slot_phase ^ 1);
           if (lane == 0) next = (ALL_TICKETS ? 0 : clusters) + atomicAdd(p.tickets, 1);
