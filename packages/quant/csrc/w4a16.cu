@@ -188,7 +188,9 @@ void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView sca
   if (wgmma) {
     if (splits < 1 || splits > kMaxSplits) unsupported("a number of slices of K beyond 1 to 8");
     p.splits = static_cast<int>(splits);
-    const auto launch = same_dtype(x.dtype(), kBFloat16) ? w4_wgmma::launch<__nv_bfloat16> : w4_wgmma::launch<__half>;
+    const auto launch = !same_dtype(x.dtype(), kBFloat16) ? w4_wgmma::launch<__half, Zeros::any>
+                        : p.zeros                         ? w4_wgmma::launch<__nv_bfloat16, Zeros::any>
+                                                          : w4_wgmma::launch<__nv_bfloat16, Zeros::eight>;
     const auto number = [](int64_t n) { return static_cast<int>(std::clamp<int64_t>(n, 0, 1 << 30)); };
     return launch(p, number(wgmma_tile), number(ctas), device);
   }

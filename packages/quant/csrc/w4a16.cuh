@@ -3,9 +3,9 @@
 // Codes are the 16 rows of mma.sync, tokens its 8 columns. The packed layout [N / 16, K / 64, 32 lanes, 16 bytes] is
 // that of the instruction: 16 bytes of a lane are its fragments of four products, and no lane needs those of another.
 // The warps of a CTA have slices of K; those of one slice share a ring of pipeline stages (cp.async) of 128 k. Codes
-// become small integers in 16 bits by mantissa bits, exactly. Their products with x are added in float32 over a group
-// and then scaled. Slices of K are added in order, in shared memory, then over a cluster or by a second kernel: the
-// order depends on N, K, the range of T and the GPU alone, so a token's result does not depend on other tokens.
+// become small numbers in 16 bits, exactly. Their products with x are added in float32 over a group and then scaled.
+// Slices of K are added in order, in shared memory, then over a cluster or by a second kernel: the order depends on N,
+// K, the range of T and the GPU alone, so a token's result does not depend on other tokens.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,6 +22,8 @@
 #include <kestrel/ptx/shared.cuh>
 #include <type_traits>
 
+#include "w4a16_codes.cuh"
+
 namespace kestrel::quant {
 
 constexpr int kStep = 128;  // k of a pipeline stage
@@ -29,6 +31,8 @@ constexpr int kBlock = 64;  // k of a block of the packed layout: 16 rows are 51
 constexpr int kBlockBytes = 512;
 constexpr int kMaxSplits = 8;    // the portable size of a cluster
 constexpr int kLineBytes = 128;  // of x in shared memory: a token's k of a block
+
+enum class Zeros { eight, any };  // what zero points a weight has
 
 struct W4Params {
   const char* x = nullptr;               // [T, K]
@@ -61,6 +65,7 @@ struct W4Tile {
   static constexpr int parts = PARTS_;        // slices of K of a CTA, at most
   static constexpr int stages = STAGES_;
   static constexpr int tokens = 8 * n_tiles;
+  static constexpr bool subnormal_codes = m_tiles < 4 || n_tiles == 1;                     // where they are a gain
   static constexpr int x_copies = (tokens * 2 * kLineBytes / 16 + threads - 1) / threads;  // a thread and stage
 };
 
@@ -80,61 +85,6 @@ struct W4Stage {
   static constexpr int ring_bytes = Tile::stages * bytes, sum_bytes = Tile::tokens * sum_pitch * 4;
   static constexpr int shared_bytes = ring_bytes > sum_bytes ? ring_bytes : sum_bytes;  // of a slice of K
 };
-
-// (codes & mask) | magic
-template <uint32_t mask, uint32_t magic>
-__device__ __forceinline__ uint32_t masked(uint32_t codes) {
-  uint32_t v;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(codes), "n"(mask), "n"(magic));
-  return v;
-}
-
-// Eight codes of a word become one A fragment: code idx of half e is at bit 16 e + 4 idx + 3 (of a ring of 32),
-// element e of register idx. As mantissa bits, 3 to 6 in bf16 and 6 to 9 in fp16, they are 16 + code exactly.
-template <typename T>
-struct Decoder {
-  static constexpr bool bf16 = std::is_same_v<T, __nv_bfloat16>;
-  static constexpr uint32_t magic = bf16 ? 0x41804180u : 0x4c004c00u, mask = bf16 ? 0x00780078u : 0x03c003c0u;
-  static constexpr uint32_t code_step = bf16 ? 8 : 64;
-
-  static __device__ __forceinline__ void decode(uint32_t codes, uint32_t (&a)[4]) {
-    constexpr int first = bf16 ? 0 : 3;  // bits to shift to the left
-    a[0] = masked<mask, magic>(codes << first);
-    a[1] = masked<mask, magic>(codes >> 4 - first);
-    a[2] = masked<mask, magic>(codes >> 8 - first);
-    a[3] = masked<mask, magic>(__funnelshift_r(codes, codes, 12 - first));
-  }
-
-  // -(16 + zero), twice; a zero point is at most 16.
-  static __device__ __forceinline__ uint32_t minus_offset(uint32_t zero) {
-    return ((magic & 0xffffu | 0x8000u) + code_step * zero) * 0x10001u;
-  }
-
-  // 16 + code to code - zero, which is exact.
-  static __device__ __forceinline__ uint32_t centred(uint32_t pair, uint32_t offset) {
-    uint32_t d;
-    if constexpr (bf16) {
-      asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(pair), "r"(0x3f803f80u), "r"(offset));
-    } else {
-      asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(pair), "r"(offset));
-    }
-    return d;
-  }
-};
-
-// Two elements times two others, rounded.
-template <typename T>
-__device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b) {
-  uint32_t d = 0;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  } else {
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  }
-#endif
-  return d;
-}
 
 template <typename T>
 __device__ __forceinline__ float widen(uint32_t bits) {
@@ -262,6 +212,7 @@ __device__ __forceinline__ void finish_sums(const W4Params& p, const W4Sums& sum
 template <typename T, int GROUP, typename Tile>
 __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1) w4a16_kernel(const __grid_constant__ W4Params p) {
   using Stage = W4Stage<Tile, GROUP>;
+  using Codes = CentredCodes<T, std::is_same_v<T, __nv_bfloat16> && Tile::subnormal_codes>;
   constexpr int MT = Tile::m_tiles, NT = Tile::n_tiles, S = Tile::stages;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
   if constexpr (NT == 8 && GROUP == 32) return;  // it would spill; launch_group() has the tile of 32 tokens instead
@@ -413,7 +364,7 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1) w4a16_kernel(co
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         float product[MT][NT][4] = {}, scale[MT][2];
-        uint32_t minus_offset[MT][2];
+        uint32_t minus_zeros[MT][2];
 #pragma unroll
         for (int i = 0; i < MT; ++i) {
 #pragma unroll
@@ -422,7 +373,7 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1) w4a16_kernel(co
             const uint32_t of_row = at + from_scales + (of_group * Tile::rows + i * 16 + r * 8) * 2;
             scale[i][r] = widen<T>(load_shared_u16(of_row));
             const uint32_t zero = p.zeros ? load_shared_u16(of_row + Stage::scale_bytes) : 8u;
-            minus_offset[i][r] = Decoder<T>::minus_offset(zero);
+            minus_zeros[i][r] = Codes::minus_zero(zero);
           }
         }
 #pragma unroll
@@ -432,12 +383,8 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1) w4a16_kernel(co
 #pragma unroll
           for (int i = 0; i < MT; ++i) {
             if (h == 0) words[i] = ptx::load_shared_uint4(own_codes + at + (i * 2 + block) * kBlockBytes);
-            Decoder<T>::decode(h == 0 ? words[i].x : words[i].z, a[i][0]);
-            Decoder<T>::decode(h == 0 ? words[i].y : words[i].w, a[i][1]);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-              a[i][j / 4][j % 4] = Decoder<T>::centred(a[i][j / 4][j % 4], minus_offset[i][j % 2]);
-            }
+            Codes::decode(h == 0 ? words[i].x : words[i].z, minus_zeros[i], a[i][0]);
+            Codes::decode(h == 0 ? words[i].y : words[i].w, minus_zeros[i], a[i][1]);
           }
           uint32_t b[NT][4];
 #pragma unroll
@@ -487,7 +434,7 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1) w4a16_kernel(co
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const int token = part_of_cta * Tile::tokens + j * 8 + 2 * quad + c % 2;
-        sums[token * pitch + (warp * MT + i) * 16 + group + c / 2 * 8] = acc[i][j][c];
+        sums[token * pitch + (warp * MT + i) * 16 + group + c / 2 * 8] = acc[i][j][c] * Codes::unit;
       }
     }
   }

@@ -136,8 +136,8 @@ __device__ __forceinline__ void arrive_released(uint32_t barrier) {
 #endif
 }
 
-// Flags to zero, before the kernel that sets them. T: of that kernel, each of which has a source of its own.
-template <typename T>
+// Flags to zero, before the kernel that sets them. T, ZEROS: of that kernel, each of which has a source of its own.
+template <typename T, Zeros ZEROS>
 __global__ void __launch_bounds__(kMaxStreamCtas) w4a16_stream_flags_kernel(const __grid_constant__ StreamParams p) {
   pdl_wait();
   pdl_trigger();
@@ -282,7 +282,8 @@ __device__ __forceinline__ void write_results(const StreamParams& p, const float
       unsigned m[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        m[i] = ptx::pack_pair<T>(make_float2(acc[f + 2 * i] + bias[i % 2], acc[f + 2 * i + 1] + bias[i % 2]));
+        m[i] = ptx::pack_pair<T>(make_float2(fmaf(acc[f + 2 * i], p.scale_of_sums, bias[i % 2]),
+                                             fmaf(acc[f + 2 * i + 1], p.scale_of_sums, bias[i % 2])));
       }
       ptx::store_matrices_transposed(to + j * 16 * S::pitch, m);
     }
@@ -317,7 +318,7 @@ __device__ __forceinline__ bool first_lane() {
   return lane == 0;
 }
 
-template <typename T, typename Tile>
+template <typename T, Zeros ZEROS, typename Tile>
 __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
     w4a16_stream_kernel(const __grid_constant__ StreamParams p) {
 #ifdef KESTREL_HAS_WGMMA
@@ -375,7 +376,7 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
         __syncwarp();
         if (i > 0 && first_lane()) ptx::mbarrier_arrive(empty + previous);
       };
-      multiply_stage<T, Tile>(p, acc, fragments, place, at.stage * Tile::bytes, previous_done, i > 0);
+      multiply_stage<T, ZEROS, Tile>(p, acc, fragments, place, at.stage * Tile::bytes, previous_done, i > 0);
       previous = at.stage;
       at.advance(p.stages);
     }

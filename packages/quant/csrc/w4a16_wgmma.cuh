@@ -18,11 +18,16 @@ __device__ __forceinline__ uint32_t transposed(uint32_t pair) {
   return d;
 }
 
+__device__ __forceinline__ float4 scaled(float4 sum, float scale) {
+  return make_float4(sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale);
+}
+
 // Sums of a fragment, with the bias, into the result: rows g (x, y) and g + 8 (z, w) from `row` on, tokens 2 q and the
 // next one from `token` on. All lanes of a warp call this.
 template <typename T>
-__device__ __forceinline__ void store_fragment(const W4Params& p, int token, int row, float4 sum, int lane) {
+__device__ __forceinline__ void store_fragment(const WgmmaParams& p, int token, int row, float4 sum, int lane) {
   const int group = lane / 4, quad = lane % 4;
+  sum = scaled(sum, p.scale_of_sums);
   if (p.bias) {
     const T* const bias = reinterpret_cast<const T*>(p.bias) + row + group;
     const float low = row < p.outputs ? static_cast<float>(bias[0]) : 0.f;
@@ -118,7 +123,7 @@ __device__ __forceinline__ void finish_tile(const WgmmaParams& p, uint32_t ring,
       const float4 v = *reinterpret_cast<const float4*>(from + token * kPitch + row);
       sum = slice == 0 ? v : added(sum, v);
     }
-    store_sums<T>(p, first_token + own.first + token, first_row + row, sum);
+    store_sums<T>(p, first_token + own.first + token, first_row + row, scaled(sum, p.scale_of_sums));
   }
   if (p.cluster > 1) {
     __syncwarp();
@@ -126,7 +131,7 @@ __device__ __forceinline__ void finish_tile(const WgmmaParams& p, uint32_t ring,
   }
 }
 
-template <typename T, typename Tile>
+template <typename T, Zeros ZEROS, typename Tile>
 __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
     w4a16_wgmma_kernel(const __grid_constant__ WgmmaParams p) {
 #ifdef KESTREL_HAS_WGMMA
@@ -181,7 +186,7 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
       __syncwarp();
       if (left < steps && lane == 0) ptx::mbarrier_arrive(empty + previous);
     };
-    multiply_stage<T, Tile>(p, acc, fragments, place, stage * Tile::bytes, previous_done, left < steps);
+    multiply_stage<T, ZEROS, Tile>(p, acc, fragments, place, stage * Tile::bytes, previous_done, left < steps);
     previous = stage;
     if (++stage == p.stages) {
       stage = 0;
@@ -219,7 +224,7 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
 
 // Adds up the slices of K, [slice][token tile][row tile][fragment][consumer], in order. A CTA has a fragment of a
 // warpgroup.
-template <typename T, typename Tile>
+template <typename T, Zeros ZEROS, typename Tile>
 __global__ void __launch_bounds__(128) w4a16_wgmma_sum_kernel(const __grid_constant__ WgmmaParams p) {
   const int warpgroup = blockIdx.x % Tile::warpgroups, fragment = blockIdx.x / Tile::warpgroups % Tile::fragments,
             row_tile = blockIdx.x / (Tile::warpgroups * Tile::fragments);

@@ -1,8 +1,8 @@
-// w4a16_wgmma_kernel and w4a16_stream_kernel for bf16.
+// w4a16_wgmma_kernel and w4a16_stream_kernel for bf16 and weights without zero points.
 #include "w4a16_wgmma_launch.cuh"
 
 namespace kestrel::quant::w4_wgmma {
 
-template void launch<__nv_bfloat16>(const W4Params&, int, int, DLDevice);
+template void launch<__nv_bfloat16, Zeros::eight>(const W4Params&, int, int, DLDevice);
 
 }  // namespace kestrel::quant::w4_wgmma

@@ -35,11 +35,12 @@ void set_maps(WgmmaParams* p) {
 }
 
 // p.splits: slices of K. They are a cluster, unless p.partial has memory for their sums.
-template <typename T, typename Tile>
+template <typename T, Zeros ZEROS, typename Tile>
 void launch_tiles(const W4Params& params, DLDevice device) {
   WgmmaParams p;
   static_cast<W4Params&>(p) = params;
-  constexpr auto kernel = w4a16_wgmma_kernel<T, Tile>;
+  p.scale_of_sums = WeightsOf<T, ZEROS, Tile>::scale_of_sums;
+  constexpr auto kernel = w4a16_wgmma_kernel<T, ZEROS, Tile>;
   // An SM has 1 KB of shared memory more than a CTA may have, and reserves as much for each CTA. 512: half of a CTA's
   // static shared memory, which is below 1 KB; raise_shared_limit() has left out the other half.
   const int limit = (raise_shared_limit<kernel>(device) + 1024) / Tile::occupancy - 1024 - (Tile::occupancy - 1) * 512;
@@ -60,19 +61,20 @@ void launch_tiles(const W4Params& params, DLDevice device) {
   const int bytes = std::max(p.stages * Tile::bytes, epilogue_bytes) + Tile::alignment;
   launch_pdl(kernel, dim3(p.row_tiles * p.splits, tiles), dim3(Tile::threads), device, p, bytes, p.cluster);
   if (!p.partial) return;
-  launch_pdl(w4a16_wgmma_sum_kernel<T, Tile>, dim3(p.row_tiles * Tile::fragments * Tile::warpgroups, tiles), dim3(128),
-             device, p);
+  launch_pdl(w4a16_wgmma_sum_kernel<T, ZEROS, Tile>, dim3(p.row_tiles * Tile::fragments * Tile::warpgroups, tiles),
+             dim3(128), device, p);
 }
 
 // ctas: persistent CTAs, of which each SM must have room for one. p.partial has memory for a flag of each and its sums.
 // p.splits: 2 for a pair of CTAs for each tile, else 1.
-template <typename T, typename Tile>
+template <typename T, Zeros ZEROS, typename Tile>
 void launch_stream(const W4Params& params, int ctas, DLDevice device) {
   using Stream = StreamTile<Tile>;
   StreamParams p;
   static_cast<W4Params&>(p) = params;
+  p.scale_of_sums = WeightsOf<T, ZEROS, Tile>::scale_of_sums;
   if (p.splits > 2) unsupported("more than two slices of K with persistent CTAs");
-  constexpr auto kernel = w4a16_stream_kernel<T, Tile>;
+  constexpr auto kernel = w4a16_stream_kernel<T, ZEROS, Tile>;
   const int limit = raise_shared_limit<kernel>(device);
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
   p.token_tiles = (p.tokens + Tile::tokens - 1) / Tile::tokens;
@@ -100,7 +102,7 @@ void launch_stream(const W4Params& params, int ctas, DLDevice device) {
     }
     p.flags = reinterpret_cast<uint32_t*>(p.partial);
     p.partial += kMaxStreamCtas;
-    launch_pdl(w4a16_stream_flags_kernel<T>, dim3(1), dim3(kMaxStreamCtas), device, p);
+    launch_pdl(w4a16_stream_flags_kernel<T, ZEROS>, dim3(1), dim3(kMaxStreamCtas), device, p);
   }
   launch_pdl(kernel, dim3(ctas), dim3(Tile::threads), device, p, p.stages * Tile::bytes + Tile::alignment,
              p.pairs ? 2 : 1);
@@ -108,9 +110,9 @@ void launch_stream(const W4Params& params, int ctas, DLDevice device) {
 
 // Tokens of a CTA, then blocks of 64 rows of a warpgroup, warpgroups, k of a stage, products of 32 k started together,
 // CTAs per SM, batches in flight. The number of a tile is its place in TILES of src/kestrel_quant/_w4_plan.py.
-template <typename T, int GROUP>
+template <typename T, Zeros ZEROS, int GROUP>
 void launch_group(const W4Params& p, int tile, DLDevice device) {
-  const auto launch = [&](auto of) { launch_tiles<T, decltype(of)>(p, device); };
+  const auto launch = [&](auto of) { launch_tiles<T, ZEROS, decltype(of)>(p, device); };
   switch (tile) {
     case 0:
       return launch(WgmmaTile<32, GROUP, 1, 2, 128, 1, 2, 2>());
@@ -135,9 +137,9 @@ void launch_group(const W4Params& p, int tile, DLDevice device) {
 }
 
 // The same for w4a16_stream_kernel, in the order of STREAM_TILES.
-template <typename T, int GROUP>
+template <typename T, Zeros ZEROS, int GROUP>
 void launch_group_stream(const W4Params& p, int tile, int ctas, DLDevice device) {
-  const auto launch = [&](auto of) { launch_stream<T, decltype(of)>(p, ctas, device); };
+  const auto launch = [&](auto of) { launch_stream<T, ZEROS, decltype(of)>(p, ctas, device); };
   switch (tile) {
     case 0:
       return launch(WgmmaTile<96, GROUP, 1, 3, 128, 1, 1, 4>());
@@ -161,12 +163,12 @@ void launch_group_stream(const W4Params& p, int tile, int ctas, DLDevice device)
   unsupported("a tile of this number");
 }
 
-template <typename T>
+template <typename T, Zeros ZEROS>
 void launch(const W4Params& p, int tile, int ctas, DLDevice device) {
   const auto launch_for = [&](auto group) {
     constexpr int GROUP = decltype(group)::value;
-    if (ctas > 0) return launch_group_stream<T, GROUP>(p, tile, ctas, device);
-    launch_group<T, GROUP>(p, tile, device);
+    if (ctas > 0) return launch_group_stream<T, ZEROS, GROUP>(p, tile, ctas, device);
+    launch_group<T, ZEROS, GROUP>(p, tile, device);
   };
   if (p.group == 32) return launch_for(std::integral_constant<int, 32>());
   if (p.group == 64) return launch_for(std::integral_constant<int, 64>());

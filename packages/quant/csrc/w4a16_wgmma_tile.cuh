@@ -54,6 +54,58 @@ struct WgmmaTile {
   }
 };
 
+// Weights from codes, each scaled and rounded once. Row: what a row of the weight needs for a group.
+template <typename T, Zeros ZEROS>
+struct WeightDecoder {
+  static constexpr float scale_of_sums = 1.f;
+  struct Row {
+    uint32_t scale, minus_offset;
+  };
+
+  template <int R>
+  static __device__ __forceinline__ Row row(uint32_t scale, uint32_t zero) {
+    return {scale * 0x10001u, Decoder<T>::minus_offset(zero)};
+  }
+
+  // The eight weights of a word: an A fragment of rows[0] (registers 0 and 2) and rows[1].
+  static __device__ __forceinline__ void decode(uint32_t word, const Row (&rows)[2], uint32_t* a) {
+    uint32_t codes[4];
+    Decoder<T>::decode(word, codes);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i] = times<T>(Decoder<T>::centred(codes[i], rows[i % 2].minus_offset), rows[i % 2].scale);
+    }
+  }
+};
+
+// bf16 without an offset: codes are subnormal numbers, so one multiply-add scales one and subtracts 8 * scale, which is
+// exact. Weights, and so sums, are 2^-40 of what they are: scales are below 2^35.
+template <>
+struct WeightDecoder<__nv_bfloat16, Zeros::eight> {
+  static constexpr float scale_of_sums = 1099511627776.f;  // 2^40
+  struct Row {
+    uint32_t scale, minus_8;
+  };
+
+  template <int R>
+  static __device__ __forceinline__ Row row(uint32_t scale, uint32_t) {
+    const uint32_t twice = scale * 0x10001u;
+    return {times<__nv_bfloat16>(twice, power_bf16((R == 0 ? 133 : 129) - 40)),
+            times<__nv_bfloat16>(twice, power_bf16(3 - 40) | kMinusBf16)};
+  }
+
+  static __device__ __forceinline__ void decode(uint32_t word, const Row (&rows)[2], uint32_t* a) {
+    uint32_t codes[4];
+    subnormal_codes(word, codes);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = multiply_add_bf16(codes[i], rows[i % 2].scale, rows[i % 2].minus_8);
+  }
+};
+
+// Products of tiles of many tokens hide the decoding. There power is the limit, of which subnormal codes take more.
+template <typename T, Zeros ZEROS, typename Tile>
+using WeightsOf = WeightDecoder<T, (Tile::tokens < 256) ? ZEROS : Zeros::any>;
+
 // The tensor maps of what a stage holds. Loads fill what does not exist with zeros.
 struct WgmmaParams : W4Params {
   CUtensorMap x_map;      // [T, K]
@@ -61,6 +113,7 @@ struct WgmmaParams : W4Params {
   CUtensorMap scale_map;  // [groups, N]
   CUtensorMap zero_map;   // the same; of the scales where there are no zeros
   int row_tiles = 0;
+  float scale_of_sums = 1.f;  // that of WeightDecoder
 };
 
 // One thread: codes, scales and zeros of a stage, and the bytes that full waits for, those of x as well.
@@ -109,7 +162,7 @@ struct StagePlace {
 // The products of the stage `at` bytes behind `place`. Turns of 32 * B k and 64 rows: 2 * B products. The fragments of
 // a turn are decoded while the products of the last ones run. previous_done is called when the products of the stage
 // before are complete. add: false for the first stage of a tile, to overwrite the sums.
-template <typename T, typename Tile, typename PreviousDone>
+template <typename T, Zeros ZEROS, typename Tile, typename PreviousDone>
 __device__ __forceinline__ void multiply_stage(const WgmmaParams& p, float (&acc)[Tile::m_blocks][Tile::tokens / 2],
                                                uint32_t (&fragments)[Tile::depth][8 * Tile::batch],
                                                const StagePlace<Tile>& place, uint32_t at,
@@ -117,9 +170,10 @@ __device__ __forceinline__ void multiply_stage(const WgmmaParams& p, float (&acc
   constexpr int N = Tile::tokens, M = Tile::m_blocks, B = Tile::batch, D = Tile::depth, kGroupEnd = Tile::group / 32;
   constexpr int kTurns = Tile::step / (32 * B) * M;
   static_assert(kTurns % D == 0);
+  using Weights = WeightsOf<T, ZEROS, Tile>;
   const uint64_t x_stage = place.x + (at >> 4);
   uint4 words[M];
-  uint32_t scale[M][2], minus_offset[M][2];
+  typename Weights::Row rows[M][2];
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
     const int m = turn % M;
@@ -135,21 +189,15 @@ __device__ __forceinline__ void multiply_stage(const WgmmaParams& p, float (&acc
         words[m] = ptx::load_shared_uint4(place.codes + at + of);
       }
       if (h % kGroupEnd == 0) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int of = part * Tile::part_scale_bytes + (h / kGroupEnd * Tile::box_rows + m * 64 + r * 8) * 2;
-          scale[m][r] = load_shared_u16(place.scales + at + of) * 0x10001u;
-          const uint32_t zero = p.zeros ? load_shared_u16(place.scales + at + of + Tile::scale_bytes) : 8u;
-          minus_offset[m][r] = Decoder<T>::minus_offset(zero);
-        }
+        const uint32_t from =
+            place.scales + at + part * Tile::part_scale_bytes + (h / kGroupEnd * Tile::box_rows + m * 64) * 2;
+        const bool zeros = ZEROS == Zeros::any && p.zeros;
+        const auto zero = [&](int r) { return zeros ? load_shared_u16(from + Tile::scale_bytes + r * 16) : 8u; };
+        rows[m][0] = Weights::template row<0>(load_shared_u16(from), zero(0));
+        rows[m][1] = Weights::template row<1>(load_shared_u16(from + 16), zero(1));
       }
-      uint32_t codes[2][4];
-      Decoder<T>::decode(h % 2 == 0 ? words[m].x : words[m].z, codes[0]);
-      Decoder<T>::decode(h % 2 == 0 ? words[m].y : words[m].w, codes[1]);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        f[8 * u + i] = times<T>(Decoder<T>::centred(codes[i / 4][i % 4], minus_offset[m][i % 2]), scale[m][i % 2]);
-      }
+      Weights::decode(h % 2 == 0 ? words[m].x : words[m].z, rows[m], f + 8 * u);
+      Weights::decode(h % 2 == 0 ? words[m].y : words[m].w, rows[m], f + 8 * u + 4);
     }
     ptx::wgmma_fence_registers(f);
     ptx::wgmma_fence_registers(acc[m]);

@@ -103,6 +103,14 @@ def test_codes_are_rounded_half_to_even() -> None:
     assert pack_w4(original, 6).dequantize().tolist() == [[14.0, 0.0, 4.0, 0.0, -4.0, 4.0]]
 
 
+@pytest.mark.parametrize(("exponent", "has_zeros"), [(-100, True), (-80, False), (30, False), (45, True)])
+def test_symmetric_codes_with_extreme_scales_of_bf16_have_their_zero_points(exponent: int, has_zeros: bool) -> None:
+    original = weight(5, 128, torch.bfloat16)
+    packed, same = pack_w4(original * 2.0**exponent, 64), pack_w4(original, 64)
+    assert (packed.zeros is not None) == has_zeros
+    assert torch.equal(packed.dequantize(), same.dequantize() * 2.0**exponent)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from kestrel_quant import W4Weight, pack_w4, reference, w4a16_linear
 from kestrel_quant._launch import kernels
+from kestrel_quant._w4_layout import unpack_codes
 from kestrel_quant._w4_plan import MAX_STREAM_CTAS, STREAM_TILES, TILES, Plan, Tile, plan
 from kestrel_quant.w4a16 import from_codes
 from kestrel_runtime import UnsupportedError, backend
@@ -184,6 +185,16 @@ def test_fp16_has_no_overflow_inside(forced: Plan, scale: float, of_x: float, sy
         )
         error = (w4a16_linear(x, w).double() - exact).abs() - (2.0**-11 * exact.abs() + 2.0**-25 + of_weights)
         assert float(error.max()) <= 0, (tokens, float(error.max()))
+
+
+@pytest.mark.parametrize("exponent", [-78, -30, 20, 34, 60])
+def test_bf16_takes_scales_of_any_size(forced: Plan, exponent: int) -> None:
+    w, x = weight(512, 1024, 128, torch.bfloat16), random(100, 1024)
+    codes = unpack_codes(w.codes, 512, 1024)
+    w = from_codes(codes, w.scales.t() * 2.0**exponent, 128)
+    exact_weight = reference.w4_dequant(w.codes, w.scales, w.zeros, 128, torch.float32).double()
+    baseline = F.linear(x, exact_weight.bfloat16())
+    assert_close_to_f64(w4a16_linear(x, w), F.linear(x.double(), exact_weight), baseline)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -16,6 +16,9 @@ from ._launch import kernels
 from ._w4_layout import pack_codes
 from ._w4_plan import plan
 
+# Of bf16: kernels take the codes of smaller and larger scales with their zero points, though all are 8.
+_LEAST_SCALE, _LARGE_SCALE = 2.0**-86, 2.0**35
+
 
 @dataclass(frozen=True, eq=False)
 class W4Weight:
@@ -127,6 +130,10 @@ def from_codes(
     permutation: torch.Tensor | None = None,
 ) -> W4Weight:
     """A W4Weight of codes 0..15 [N, K], scales and zeros [N, K/G]; zeros None: 8. It shares no memory with these."""
+    if zeros is None and scales.dtype == torch.bfloat16:
+        size = scales.abs()
+        if bool(((size >= _LARGE_SCALE) | (size > 0) & (size < _LEAST_SCALE)).any()):
+            zeros = torch.full(scales.shape, 8, device=scales.device)
     zeros = None if zeros is None else zeros.t().to(torch.int16, copy=True).contiguous()
     scales = scales.t().clone(memory_format=torch.contiguous_format)
     return W4Weight(pack_codes(codes), scales, (codes.shape[0], codes.shape[1]), group_size, zeros, permutation)
