@@ -102,7 +102,7 @@ struct WeightDecoder<__nv_bfloat16, Zeros::eight> {
   }
 };
 
-// Products of tiles of many tokens hide the decoding. There power is the limit, of which subnormal codes take more.
+// In tiles of many tokens products hide the decoding, and subnormal codes are a loss.
 template <typename T, Zeros ZEROS, typename Tile>
 using WeightsOf = WeightDecoder<T, (Tile::tokens < 256) ? ZEROS : Zeros::any>;
 
