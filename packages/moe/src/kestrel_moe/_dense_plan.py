@@ -69,9 +69,10 @@ _LONG_SUMS = (
 _WIDE_OUTPUTS, _WIDE_WIDTHS = range(4161, 4369), range(1025, 1153)
 _WIDE = ((1409, 1536, Plan(Kernel.COOPERATIVE, 208, 2)),)
 # Where the vendor's product with its epilogue is faster: results/h200_dense_vendor.json. With GELU, everywhere but at
-# these numbers of tokens, where tiles are; with a residual, of layers that have no tile, at those below.
+# these numbers of tokens, where tiles are; with a residual, of layers that have no tile and of weights of up to so many
+# elements, at those below.
 _GELU, _VISION_GELU = (range(129, 449),), (range(129, 449), range(3457, 4609), range(12_000, 262_141))
-_SUM, _VISION_SUM = (range(48, 1025),), (range(48, 1025), range(3600, 12_001))
+_SUM, _VISION_SUM, _SUM_WEIGHT = (range(64, 1025),), (range(64, 1025), range(3600, 12_001)), 2**24
 _SQUARE_WIDTHS, _SQUARE_SUM = range(1025, 1153), range(9217, 9729)  # of layers as wide as their results
 
 _COLUMNS = (64, 96, 112, 128, 144, 160, 192, 208, 224, 256)
@@ -196,7 +197,7 @@ def choose_on_hopper(tokens: int, outputs: int, width: int, activation: str = "n
         return plan if plan != VENDOR and any(tokens in tokens_of for tokens_of in tiles) else _WITH_EPILOGUE
     if activation == "none" and outputs in _SQUARE_WIDTHS and width in _SQUARE_WIDTHS and tokens in _SQUARE_SUM:
         return _WITH_EPILOGUE
-    if plan == VENDOR and activation == "none":
+    if plan == VENDOR and activation == "none" and outputs * width <= _SUM_WEIGHT:
         ranges = _VISION_SUM if outputs in _LONG_OUTPUTS and width in _LONG_WIDTHS else _SUM
         return _WITH_EPILOGUE if any(tokens in tokens_of for tokens_of in ranges) else VENDOR
     return plan
