@@ -1,6 +1,6 @@
 // fused_linear_residual and fused_mlp: layers activation(x W' + bias) + residual. Up to four tokens take gemv_kernel
-// (gemv.cuh), more take stream_linear_kernel (kestrel/stream_linear.cuh), dense_wgmma_kernel (dense_wgmma.cuh), or the
-// vendor's GEMM, which the caller runs.
+// (gemv.cuh), more take stream_linear_kernel (kestrel/stream_linear.cuh), dense_wgmma_kernel (dense_wgmma.cuh), the
+// vendor's GEMM with its own epilogue (dense_vendor.cu), or without it, which the caller runs.
 #include <kestrel/export.h>
 #include <kestrel/launch.h>
 #include <kestrel/tensor.h>
@@ -26,7 +26,9 @@ DensePlan dense_plan(const Checks& check, const AnyView& kernel, const AnyView& 
   };
   DensePlan plan;
   const int64_t number = check.integer("kernel", kernel, 0);
-  if (number > static_cast<int64_t>(DenseKernel::ping_pong)) check.fail("kernel", "up to 4", std::to_string(number));
+  if (number > static_cast<int64_t>(DenseKernel::vendor_epilogue)) {
+    check.fail("kernel", "up to 5", std::to_string(number));
+  }
   plan.kernel = static_cast<DenseKernel>(number);
   plan.columns = static_cast<int>(std::min(check.integer("columns", columns, 0), kMaxSize));
   const bool chosen_here = plan.kernel == DenseKernel::stream;  // with splits = 0
@@ -36,12 +38,16 @@ DensePlan dense_plan(const Checks& check, const AnyView& kernel, const AnyView& 
   return plan;
 }
 
-void launch_layer(const LinearParams& p, const DensePlan& plan, const TensorView& x) {
-  if (plan.kernel != DenseKernel::few_tokens) {
-    launch_dense_wgmma(p, plan, x.dtype(), x.device());
-  } else {
+// False: the plan has no kernel for these operands.
+bool launch_layer(const LinearParams& p, const DensePlan& plan, const TensorView& x) {
+  if (plan.kernel == DenseKernel::vendor) return false;
+  if (plan.kernel == DenseKernel::vendor_epilogue) return launch_vendor(p, x.dtype(), x.device());
+  if (plan.kernel == DenseKernel::few_tokens) {
     launch_few_tokens(p, x.dtype(), x.device());
+  } else {
+    launch_dense_wgmma(p, plan, x.dtype(), x.device());
   }
+  return true;
 }
 
 // Launches the plan's kernel; returns false if it has none. The op has a residual and no activation; a benchmark
@@ -67,8 +73,7 @@ bool fused_linear_residual(TensorView out, TensorView x, TensorView weight, Opti
   LinearParams p = linear_params(out, x, weight, bias, residual);
   p.activation = act;
   const DeviceGuard guard(x.device().device_id);
-  launch_layer(p, plan, x);
-  return true;
+  return launch_layer(p, plan, x);
 }
 
 // Launches the layers up to the first without a kernel, and returns their number. hidden: scratch [T, I]. The last
@@ -98,10 +103,9 @@ int64_t fused_mlp(TensorView out, TensorView hidden, TensorView x, TensorView w1
   LinearParams up = linear_params(hidden, x, w1, b1, OptionalTensor());
   up.activation = act;
   const DeviceGuard guard(x.device().device_id);
-  launch_layer(up, plan, x);
+  if (!launch_layer(up, plan, x)) return 0;
   if (plan2.kernel == DenseKernel::vendor) return 1;
-  launch_layer(linear_params(out, hidden, w2, b2, residual), plan2, x);
-  return 2;
+  return launch_layer(linear_params(out, hidden, w2, b2, residual), plan2, x) ? 2 : 1;
 }
 
 KESTREL_EXPORT(fused_linear_residual, fused_linear_residual);

@@ -1,4 +1,4 @@
-// The launches of dense layers: by gemv.cu and dense_wgmma.cu, for dense.cu.
+// The launches of dense layers: by gemv.cu, dense_wgmma.cu and dense_vendor.cu, for dense.cu.
 #pragma once
 
 #include <dlpack/dlpack.h>
@@ -9,7 +9,8 @@
 namespace kestrel::moe {
 
 // The kernels of a layer, numbered as in src/kestrel_moe/_dense_plan.py. vendor: none, the caller computes the layer.
-enum class DenseKernel { vendor, few_tokens, stream, cooperative, ping_pong };
+// vendor_epilogue: its product with bias, activation and residual in one.
+enum class DenseKernel { vendor, few_tokens, stream, cooperative, ping_pong, vendor_epilogue };
 
 // columns: of a tile of dense_wgmma_kernel. The cluster of stream_linear_kernel has only splits; 0: stream_splits().
 struct DensePlan {
@@ -23,5 +24,8 @@ void launch_few_tokens(const LinearParams& p, DLDataType dtype, DLDevice device)
 
 // Launches stream_linear_kernel or dense_wgmma_kernel. Rows must be aligned to 16 bytes.
 void launch_dense_wgmma(const LinearParams& p, const DensePlan& plan, DLDataType dtype, DLDevice device);
+
+// Launches the vendor's product with its epilogue. False: it has none for these operands, and nothing was launched.
+bool launch_vendor(const LinearParams& p, DLDataType dtype, DLDevice device);
 
 }  // namespace kestrel::moe

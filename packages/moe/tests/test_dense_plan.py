@@ -72,7 +72,8 @@ def test_the_plan_of_a_measured_layer_is_near_the_fastest(shape: str) -> None:
     us = LAYERS[shape]
     plan = _dense_plan.choose_on_hopper(*sizes(shape))
     ours = min(time for kernel, time in us.items() if re.match(r"\d+p?/", kernel))
-    chosen = us["torch"] if plan.kernel == Kernel.VENDOR else us.get(name(plan), ours)
+    by_vendor = plan.kernel in (Kernel.VENDOR, Kernel.VENDOR_EPILOGUE)
+    chosen = us["torch"] if by_vendor else us.get(name(plan), ours)
     assert chosen <= 1.3 * min(us["torch"], ours)
 
 
@@ -104,9 +105,17 @@ def test_large_layers_take_the_largest_tile_where_waves_are_full(
         (32, 1152, 4304, Plan(Kernel.STREAM, splits=0)),
         (33, 1152, 4304, Plan(Kernel.COOPERATIVE, 64, splits=2)),
         (100, 1152, 4608, Plan(Kernel.COOPERATIVE, 64, splits=2)),
-        (101, 1152, 4304, Plan(Kernel.VENDOR)),
-        (100, 1153, 4608, Plan(Kernel.VENDOR)),
-        (100, 1152, 4609, Plan(Kernel.VENDOR)),
+        (101, 1152, 4304, Plan(Kernel.VENDOR_EPILOGUE)),
+        (100, 1153, 4608, Plan(Kernel.VENDOR_EPILOGUE)),
+        (100, 1152, 4609, Plan(Kernel.VENDOR_EPILOGUE)),
+        (63, 1152, 4609, Plan(Kernel.VENDOR)),
+        (64, 4096, 4096, Plan(Kernel.VENDOR_EPILOGUE)),
+        (64, 4104, 4096, Plan(Kernel.VENDOR)),
+        (2048, 1152, 4304, Plan(Kernel.VENDOR)),
+        (3600, 1152, 4304, Plan(Kernel.VENDOR_EPILOGUE)),
+        (3600, 1152, 4609, Plan(Kernel.VENDOR)),
+        (9729, 1152, 1152, Plan(Kernel.PING_PONG, 144)),
+        (9477, 1152, 1152, Plan(Kernel.VENDOR_EPILOGUE)),
         (1281, 1152, 4304, Plan(Kernel.COOPERATIVE, 128, 2)),
         (1409, 4304, 1152, Plan(Kernel.COOPERATIVE, 208, 2)),
         (1536, 4304, 1152, Plan(Kernel.COOPERATIVE, 208, 2)),
@@ -114,6 +123,25 @@ def test_large_layers_take_the_largest_tile_where_waves_are_full(
 )
 def test_measured_layers_take_their_plan_within_its_range(tokens: int, outputs: int, width: int, plan: Plan) -> None:
     assert _dense_plan.choose_on_hopper(tokens, outputs, width) == plan
+
+
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "kernel", "with_erf"),
+    [
+        (32, 4304, Kernel.STREAM, Kernel.STREAM),
+        (33, 4304, Kernel.VENDOR_EPILOGUE, Kernel.COOPERATIVE),
+        (256, 4304, Kernel.COOPERATIVE, Kernel.COOPERATIVE),
+        (1458, 4304, Kernel.VENDOR_EPILOGUE, Kernel.COOPERATIVE),
+        (4096, 4304, Kernel.PING_PONG, Kernel.PING_PONG),
+        (4096, 4608, Kernel.VENDOR_EPILOGUE, Kernel.PING_PONG),
+        (128, 400, Kernel.VENDOR_EPILOGUE, Kernel.VENDOR),
+    ],
+)
+def test_the_vendor_s_epilogue_has_the_gelu_with_tanh_alone(
+    tokens: int, outputs: int, kernel: Kernel, with_erf: Kernel
+) -> None:
+    assert _dense_plan.choose_on_hopper(tokens, outputs, 1152, "gelu_tanh").kernel == kernel
+    assert _dense_plan.choose_on_hopper(tokens, outputs, 1152, "gelu").kernel == with_erf
 
 
 def test_a_streaming_plan_leaves_the_splits_to_the_launch() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -40,6 +43,8 @@ PLANS = [
     for rows, columns, splits in CLUSTERS
     if (tile.kernel == Kernel.COOPERATIVE or splits == 1) and tile.columns % (8 * rows) == 0
 ] + [Plan(Kernel.STREAM, splits=splits) for splits in (1, 2, 3, 5, 8)]
+VENDOR_EPILOGUE = Plan(Kernel.VENDOR_EPILOGUE)
+PLANS.append(VENDOR_EPILOGUE)
 # One CTA's tile and less; more tiles than CTAs; K of one step and of many; ends of K and N within a tile.
 SIZES = [
     *((5, 8, 8), (16, 1000, 1160), (27, 4304, 392), (129, 200, 200), (300, 4304, 72)),
@@ -100,8 +105,12 @@ def test_every_tile_and_cluster_is_as_accurate_as_torch(
         assert_intact()
         assert_close_to_f64(out, exact, F.linear(x, weight, bias) + residual)
         assert torch.equal(kestrel_moe.fused_linear_residual(x, weight, bias, residual), out)
+        baseline = F.linear(x, weight, bias) + residual
         kestrel_moe.fused_linear_residual(x, weight, bias, residual, out=residual)
-        assert torch.equal(residual, out)
+        if plan == VENDOR_EPILOGUE:  # which adds the residual to a rounded sum there
+            assert_close_to_f64(residual, exact, baseline)
+        else:
+            assert torch.equal(residual, out)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 4, 5, 16, 33, 64, 129, 257, 1030])
@@ -124,6 +133,83 @@ def test_an_mlp_is_as_accurate_as_torch(
         else:
             assert_close_to_f64(out, of_layers(double(args), activation), baseline)
         assert torch.equal(kestrel_moe.fused_mlp(*args, activation=activation), out)
+
+
+@pytest.mark.parametrize("with_residual", [True, False])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(("activation", "by_torch"), [("gelu_tanh", 0), ("gelu", 2)])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_the_vendor_s_product_has_an_epilogue_but_for_gelu_with_erf(
+    dtype: torch.dtype,
+    activation: str,
+    by_torch: int,
+    with_bias: bool,
+    with_residual: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("chosen on an H100 or H200")
+    module = importlib.import_module("kestrel_moe.fused_mlp")
+    layers = []
+
+    def by_vendor(*args: Any, **more: Any) -> None:
+        layers.append(args)
+        linear.by_vendor(*args, **more)
+
+    monkeypatch.setattr(module, "choose", lambda *_: VENDOR_EPILOGUE)
+    monkeypatch.setattr(module, "by_vendor", by_vendor)
+    for tokens, width, inner in ((33, 1152, 4304), (300, 72, 200), (1030, 512, 1000)):
+        layers.clear()
+        x, w1, b1, _ = layer(tokens, width, inner, dtype)
+        _, w2, b2, residual = layer(tokens, inner, width, dtype)
+        args = (x, w1, b1 if with_bias else None, w2, b2 if with_bias else None, residual if with_residual else None)
+        out, assert_intact = canary((tokens, width), dtype, "cuda")
+        kestrel_moe.fused_mlp(*args, activation=activation, out=out)
+        assert_intact()
+        assert_close_to_f64(out, of_layers(double(args), activation), of_layers(args, activation))
+        assert len(layers) == by_torch
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_the_vendor_s_epilogue_gives_the_same_bits_for_any_strides(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("chosen on an H100 or H200")
+    monkeypatch.setattr(linear, "choose", lambda x, outputs, width: VENDOR_EPILOGUE)
+    x, weight, bias, residual = layer(700, 520, 264, dtype)
+    expected = kestrel_moe.fused_linear_residual(x, weight, bias, residual)
+    far_x = torch.empty(1400, 1000, dtype=dtype, device="cuda")[::2, 8:528]
+    far_weight = torch.empty(264, 600, dtype=dtype, device="cuda")[:, 8:528]
+    far_x.copy_(x)
+    far_weight.copy_(weight)
+    out, assert_intact = canary((700, 304), dtype, "cuda")
+    got = kestrel_moe.fused_linear_residual(far_x, far_weight, bias, residual, out=out[:, 16:280])
+    assert_intact()
+    assert torch.equal(got, expected)
+    assert bool(out[:, :16].isnan().all())
+    assert bool(out[:, 280:].isnan().all())
+
+
+FIRST_CALL_IN_A_CAPTURE = """
+import torch, kestrel_moe
+from kestrel_moe import linear
+from kestrel_moe._dense_plan import Kernel, Plan
+linear.choose = lambda x, outputs, width: Plan(Kernel.VENDOR_EPILOGUE)
+linear.by_vendor = None
+x, weight, residual = (torch.ones(size, dtype=torch.bfloat16, device="cuda") for size in ((64, 64), (64, 64), (64, 64)))
+graph, out = torch.cuda.CUDAGraph(), torch.zeros_like(residual)
+with torch.cuda.graph(graph):
+    kestrel_moe.fused_linear_residual(x, weight, None, residual, out=out)
+graph.replay()
+assert bool((out == 65).all())
+"""
+
+
+def test_the_first_call_of_the_vendor_s_epilogue_may_be_captured() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("chosen on an H100 or H200")
+    subprocess.run([sys.executable, "-c", FIRST_CALL_IN_A_CAPTURE], check=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40, 300])

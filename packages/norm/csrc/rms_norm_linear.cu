@@ -18,8 +18,9 @@ constexpr int kLinearTokens = 32;  // _STREAM_ROWS in rms_norm_linear.py
 // False if a slice of x does not fit into shared memory, or if few SMs would have a tile.
 template <typename T, int TOKEN_TILES>
 bool launch_linear(LinearParams p, DLDevice device) {
-  using Tile = LinearTile<TOKEN_TILES>;
-  constexpr auto kernel = rms_norm_linear_kernel<T, TOKEN_TILES>;
+  constexpr int stages = default_stages(TOKEN_TILES);
+  using Tile = LinearTile<TOKEN_TILES, stages>;
+  constexpr auto kernel = rms_norm_linear_kernel<T, TOKEN_TILES, stages>;
   const int limit = raise_shared_limit<kernel>(device);
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
   const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id);
@@ -52,8 +53,20 @@ bool launch_linear(LinearParams p, DLDevice device) {
     groups = sms / slices - (slices > 2 && bytes(slices, 2) > half ? sms / slices / 8 : 0);
     groups = std::max(1, std::min(p.tiles, groups));
   }
+  // So it is for weights of about 4096 x 4096, of which one CTA for each SM has a part.
+  const bool one_per_sm = slices < kMaxSlices && p.tiles * slices <= sms;
+  if (TOKEN_TILES == 2 && major == 9 && one_per_sm && p.width > 3584 && p.width <= 4608) return false;
   if (bytes(slices, p.buffers) > limit || (!clusters && p.tiles < sms / 2)) return false;
   p.slices = slices;
+  if constexpr (TOKEN_TILES == 2) {  // one more stage, where two CTAs still share an SM
+    const int more = LinearTile<2, stages + 1>::shared_bytes((p.blocks + slices - 1) / slices, p.buffers);
+    if (two_per_sm && p.buffers == 1 && more <= half) {
+      constexpr auto deeper = rms_norm_linear_kernel<T, 2, stages + 1>;
+      raise_shared_limit<deeper>(device);
+      launch_pdl(deeper, dim3(groups * slices), dim3(kLinearThreads), device, p, more, slices);
+      return true;
+    }
+  }
   launch_pdl(kernel, dim3(groups * slices), dim3(kLinearThreads), device, p, bytes(slices, p.buffers), slices);
   return true;
 }

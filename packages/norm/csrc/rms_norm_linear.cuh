@@ -39,11 +39,13 @@ struct LinearParams {  // x [tokens, width], norm_weight [width], weight [output
   float eps = 0, inv_width = 0;
 };
 
-template <int TOKEN_TILES>
+constexpr int default_stages(int token_tiles) { return token_tiles == 1 ? 5 : token_tiles == 2 ? 4 : 3; }
+
+template <int TOKEN_TILES, int STAGES>
 struct LinearTile {
   static constexpr int tokens = 8 * TOKEN_TILES;
   static constexpr int row_tiles_per_stage = TOKEN_TILES <= 2 ? 1 : 2;
-  static constexpr int stages = TOKEN_TILES == 1 ? 5 : TOKEN_TILES == 2 ? 4 : 3;
+  static constexpr int stages = STAGES;
   static constexpr int stage_bytes = row_tiles_per_stage * 16 * kLineBytes;  // of a warp
   static constexpr int ring_bytes = stages * stage_bytes;
   static constexpr int rings_bytes = ring_bytes * (kLinearThreads / 32);
@@ -82,10 +84,10 @@ __device__ __forceinline__ void send(bool remote, uint32_t to, unsigned rank, fl
   }
 }
 
-template <typename T, int TOKEN_TILES>
-__global__ void __launch_bounds__(kLinearThreads, LinearTile<TOKEN_TILES>::min_ctas)
+template <typename T, int TOKEN_TILES, int STAGES>
+__global__ void __launch_bounds__(kLinearThreads, LinearTile<TOKEN_TILES, STAGES>::min_ctas)
     rms_norm_linear_kernel(const __grid_constant__ LinearParams p) {
-  using Tile = LinearTile<TOKEN_TILES>;
+  using Tile = LinearTile<TOKEN_TILES, STAGES>;
   constexpr int NT = TOKEN_TILES, MS = Tile::row_tiles_per_stage, S = Tile::stages, kStages = kRowTiles / MS;
   extern __shared__ __align__(128) char memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;

@@ -2,7 +2,8 @@
 
 - one token, and 2 to 4 with few outputs and weights (:func:`choose`): gemv's kernel with an epilogue
 - other layers of 16 bits on an H100 or H200: by :mod:`kestrel_moe._dense_plan`
-- otherwise, and where it is faster: the vendor's product, then torch's activation or sum
+- otherwise, and where it is faster: the vendor's product, with its own epilogue (VENDOR_EPILOGUE) or, by
+  :func:`by_vendor`, with torch's activation or sum behind it
 """
 
 from __future__ import annotations
@@ -30,14 +31,16 @@ def _is_hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def choose(x: torch.Tensor, outputs: int, width: int) -> Plan:
+def choose(x: torch.Tensor, outputs: int, width: int, activation: str = "none") -> Plan:
     """The plan of a layer for x [T, K]. Kernels refuse rows that are not aligned to 16 bytes."""
     tokens = x.shape[0]
     if tokens <= 1 or (tokens <= FEW_TOKENS and outputs <= _FEW_OUTPUTS and outputs * width <= FEW_ELEMENTS):
         return _FEW if width * x.element_size() % 16 == 0 else VENDOR
     if (width | outputs) % 8 or width == 0 or tokens > _MOST_TOKENS or x.element_size() != 2:
         return VENDOR
-    return choose_on_hopper(tokens, outputs, width) if x.is_cuda and _is_hopper(x.get_device()) else VENDOR
+    if not x.is_cuda or not _is_hopper(x.get_device()):
+        return VENDOR
+    return choose_on_hopper(tokens, outputs, width, activation)
 
 
 def padded(width: int) -> int:

@@ -1,7 +1,7 @@
 """The kernel and tile of a dense 16-bit layer on an H100 or H200: the shortest estimated time.
 
 - up to 32 tokens: the kernel that streams the weight
-- more: wgmma tiles (csrc/dense_wgmma.cuh) or the vendor's product
+- more: wgmma tiles (csrc/dense_wgmma.cuh) or the vendor's product, with its own epilogue or a kernel of torch behind it
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ class Kernel(IntEnum):
     STREAM = 2  # tiles of 128 outputs by 16, 32 or 64 tokens
     COOPERATIVE = 3  # tiles of 128 tokens by `columns` outputs
     PING_PONG = 4  # the same; the consumer warpgroups compute tiles in turn
+    VENDOR_EPILOGUE = 5  # the vendor's product with bias, activation and residual (csrc/dense_vendor.cu)
 
 
 class Plan(NamedTuple):
@@ -33,6 +34,7 @@ class Plan(NamedTuple):
 
 
 VENDOR = Plan(Kernel.VENDOR)
+_WITH_EPILOGUE = Plan(Kernel.VENDOR_EPILOGUE)
 _STREAM = Plan(Kernel.STREAM, splits=0)  # the launch chooses the splits
 _STREAM_TOKENS = 32
 
@@ -66,6 +68,12 @@ _LONG_SUMS = (
 # The same for 1152 -> 4304: what is fastest with the layer above behind it.
 _WIDE_OUTPUTS, _WIDE_WIDTHS = range(4161, 4369), range(1025, 1153)
 _WIDE = ((1409, 1536, Plan(Kernel.COOPERATIVE, 208, 2)),)
+# Where the vendor's product with its epilogue is faster: results/h200_dense_vendor.json. With GELU, everywhere but at
+# these numbers of tokens, where tiles are; with a residual, of layers that have no tile and of weights of up to so many
+# elements, at those below.
+_GELU, _VISION_GELU = (range(129, 449),), (range(129, 449), range(3457, 4609), range(12_000, 262_141))
+_SUM, _VISION_SUM, _SUM_WEIGHT = (range(64, 1025),), (range(64, 1025), range(3600, 12_001)), 2**24
+_SQUARE_WIDTHS, _SQUARE_SUM = range(1025, 1153), range(9217, 9729)  # of layers as wide as their results
 
 _COLUMNS = (64, 96, 112, 128, 144, 160, 192, 208, 224, 256)
 _PING_PONG_COLUMNS = (128, 144, 160)
@@ -176,10 +184,27 @@ def _estimate_vendor(tokens: int, outputs: int, width: int) -> float:
 
 
 @functools.lru_cache(4096)
-def choose_on_hopper(tokens: int, outputs: int, width: int) -> Plan:
-    """The plan of aligned 16-bit layers, for more tokens than gemv's kernel takes."""
+def choose_on_hopper(tokens: int, outputs: int, width: int, activation: str = "none") -> Plan:
+    """The plan of aligned 16-bit layers, for more tokens than gemv's kernel takes.
+
+    activation: "gelu_tanh", "gelu", or "none" with a residual.
+    """
     if tokens <= _STREAM_TOKENS:
         return _STREAM
+    plan = _tile_or_vendor(tokens, outputs, width)
+    if activation == "gelu_tanh":
+        tiles = _VISION_GELU if outputs in _WIDE_OUTPUTS and width in _WIDE_WIDTHS else _GELU
+        return plan if plan != VENDOR and any(tokens in tokens_of for tokens_of in tiles) else _WITH_EPILOGUE
+    if activation == "none" and outputs in _SQUARE_WIDTHS and width in _SQUARE_WIDTHS and tokens in _SQUARE_SUM:
+        return _WITH_EPILOGUE
+    if plan == VENDOR and activation == "none" and outputs * width <= _SUM_WEIGHT:
+        ranges = _VISION_SUM if outputs in _LONG_OUTPUTS and width in _LONG_WIDTHS else _SUM
+        return _WITH_EPILOGUE if any(tokens in tokens_of for tokens_of in ranges) else VENDOR
+    return plan
+
+
+def _tile_or_vendor(tokens: int, outputs: int, width: int) -> Plan:
+    """A tile, or the vendor's product where it is faster with a kernel behind it."""
     if width > 2 * outputs:
         if outputs not in _LONG_OUTPUTS or width not in _LONG_WIDTHS:
             return VENDOR

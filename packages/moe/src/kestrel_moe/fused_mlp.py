@@ -57,8 +57,9 @@ def fused_mlp(
     the result once.
 
     Returns [..., M] in x's dtype, in ``out`` if it is given; ``out`` may be ``residual`` but not ``x``.
-    Each layer runs as :func:`fused_linear_residual` does. Results are bit-identical between calls with the same number
-    of rows T; the order of summation may depend on T.
+    Each layer runs as :func:`fused_linear_residual` does; the vendor's GEMM has an epilogue for "gelu_tanh". Results
+    are bit-identical between calls with the same number of rows T, ``out`` being ``residual`` in all or in none; the
+    order of summation may depend on T.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, or an unknown ``activation``.
     Semantics: torch.nn.functional.linear and gelu.
@@ -75,8 +76,10 @@ def fused_mlp(
         check_all()
     rows, more, result, into = prepared(x, w2.shape[0], residual, out, check_all)
     tokens, inner = rows.shape[0], w1.shape[0]
-    up, down = choose(rows, *w1.shape), choose(rows, *w2.shape)
-    stride = padded(inner) if up.kernel >= Kernel.COOPERATIVE else inner
+    up, down = choose(rows, *w1.shape, activation), choose(rows, *w2.shape)
+    tiles = (Kernel.COOPERATIVE, Kernel.PING_PONG)
+    by_tiles = up.kernel in tiles or (up.kernel == Kernel.VENDOR_EPILOGUE and down.kernel in tiles)
+    stride = padded(inner) if by_tiles else inner
     hidden = empty(x, x.dtype, tokens, stride)
     if stride != inner:
         hidden = hidden[:, :inner]
