@@ -182,7 +182,7 @@ __device__ __forceinline__ void penalise(const HistoryParams& p, int64_t row_idx
     const u32* mask = nullptr;  // applied where elements are read
     __device__ __forceinline__ void write(u32 token, float v) const { logits[token] = from_float<T>(v); }
   } const row = {reinterpret_cast<T*>(const_cast<char*>(to))};
-  HistoryTokens<T, kStepIds, kMaxSelectThreads> tokens;
+  HistoryTokens<T, kStepIds, /*kThreads=*/0> tokens;
   tokens.count(p, row_idx, part, row);
   __syncthreads();
   tokens.write(p, row_idx, part, row);
@@ -373,7 +373,7 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
       reach += !(params.min_p > 0.f) || weight_fn.weight(Row::value(keys[n])) >= params.min_p;
     kept = __syncthreads_count(reach > 0);
     // More than one element per thread where k exceeds the number of threads.
-    if (k > static_cast<int>(blockDim.x)) kept += __syncthreads_count(reach > 1);
+    for (int n = 1; n * static_cast<int>(blockDim.x) < k; ++n) kept += __syncthreads_count(reach > n);
     if (params.q32 < kQ32One) kept = min(kept, scratch->num_kept);
     kept = max(kept, 1);
     double2 of_kept = {0., 0.};
