@@ -127,11 +127,12 @@ struct LoadedCount {
   }
 };
 
-// `kIds` ids of the history per thread, `kThreads` apart, from `base` on. What they name is loaded once. A Part has
-// place() and slot(), and where it begins.
+// `kIds` ids of the history per thread, `kThreads` apart, from `base` on; 0: as many as the block has. What they name
+// is loaded once. A Part has place() and slot(), and where it begins.
 template <typename In, int kIds, int kThreads>
 struct HistoryBatch {
-  static constexpr int kBatch = kIds * kThreads;
+  static __device__ __forceinline__ int threads() { return kThreads ? kThreads : static_cast<int>(blockDim.x); }
+  static __device__ __forceinline__ int size() { return kIds * threads(); }
   u32 ids[kIds];
   u32 places[kIds];  // of them, kNoToken where there is nothing to write
   u32* slots[kIds];
@@ -145,7 +146,7 @@ struct HistoryBatch {
       u64 wide[kIds];
 #pragma unroll
       for (int n = 0; n < kIds; ++n) {
-        const int i = base + n * kThreads;
+        const int i = base + n * threads();
         wide[n] = i < rows.length ? reinterpret_cast<const u64*>(from)[i] : kNoToken;
       }
 #pragma unroll
@@ -153,7 +154,7 @@ struct HistoryBatch {
     } else {
 #pragma unroll
       for (int n = 0; n < kIds; ++n) {
-        const int i = base + n * kThreads;
+        const int i = base + n * threads();
         ids[n] = i < rows.length ? reinterpret_cast<const u32*>(from)[i] : kNoToken;
       }
     }
@@ -180,7 +181,7 @@ struct HistoryBatch {
   __device__ __forceinline__ void find(const Part& part, int base, int length) {
 #pragma unroll
     for (int n = 0; n < kIds; ++n) {
-      if (base + n * kThreads >= length) places[n] = kNoToken;
+      if (base + n * threads() >= length) places[n] = kNoToken;
       if (places[n] != kNoToken) slots[n] = part.template slot<inserts>(places[n]);
     }
   }
@@ -188,7 +189,7 @@ struct HistoryBatch {
 #pragma unroll
     for (int n = 0; n < kIds; ++n) {
       if (places[n] == kNoToken) continue;
-      if (base + n * kThreads < prompt) {
+      if (base + n * threads() < prompt) {
         atomicOr(slots[n], kInPrompt);
       } else {
         atomicAdd(slots[n], 1u);
@@ -230,7 +231,7 @@ struct HistoryTokens {
     first.template find<true>(part, threadIdx.x, length);
     first.count(threadIdx.x, prompt);
 #pragma unroll 1
-    for (int base = Batch::kBatch + threadIdx.x; base < length; base += Batch::kBatch) {
+    for (int base = Batch::size() + threadIdx.x; base < length; base += Batch::size()) {
       Batch batch;
       batch.load(p.history, row_idx, base);
       batch.set_places(part);
@@ -243,7 +244,7 @@ struct HistoryTokens {
                                         const Row& row) const {
     first.write(part, row, penalties);
 #pragma unroll 1
-    for (int base = Batch::kBatch + threadIdx.x; base < length; base += Batch::kBatch) {
+    for (int base = Batch::size() + threadIdx.x; base < length; base += Batch::size()) {
       Batch batch;
       batch.load(p.history, row_idx, base);
       batch.set_places(part);

@@ -71,19 +71,25 @@ struct alignas(16) LogprobScratch {
   double log_sum;
 };
 
-// The sums over the block, in an order that depends on nothing but the number of threads.
-__device__ __forceinline__ double2 block_sums(double2 v, double2* warp_sums) {
+// The sums of terms(n) over n < count, in an order that does not depend on the number of threads. By the block.
+template <typename Terms>
+__device__ __forceinline__ double2 block_sums(int count, double2* warp_sums, Terms terms) {
+  for (int first = threadIdx.x; first < kMaxSelectThreads; first += blockDim.x) {
+    double2 v = {0., 0.};
+    for (int n = first; n < count; n += kMaxSelectThreads) {
+      const double2 more = terms(n);
+      v.x += more.x, v.y += more.y;
+    }
 #pragma unroll
-  for (int other = 16; other > 0; other /= 2) {
-    v.x += __shfl_xor_sync(kAllLanes, v.x, other);
-    v.y += __shfl_xor_sync(kAllLanes, v.y, other);
+    for (int other = 16; other > 0; other /= 2) {
+      v.x += __shfl_xor_sync(kAllLanes, v.x, other);
+      v.y += __shfl_xor_sync(kAllLanes, v.y, other);
+    }
+    if (first % 32 == 0) warp_sums[first / 32] = v;
   }
   __syncthreads();
-  if (threadIdx.x % 32 == 0) warp_sums[threadIdx.x / 32] = v;
-  __syncthreads();
   double2 sums = {0., 0.};
-  for (int warp = 0; warp < static_cast<int>(blockDim.x) / 32; ++warp)
-    sums.x += warp_sums[warp].x, sums.y += warp_sums[warp].y;
+  for (int warp = 0; warp < kMaxSelectThreads / 32; ++warp) sums.x += warp_sums[warp].x, sums.y += warp_sums[warp].y;
   return sums;
 }
 
@@ -182,7 +188,7 @@ __device__ __forceinline__ void penalise(const HistoryParams& p, int64_t row_idx
     const u32* mask = nullptr;  // applied where elements are read
     __device__ __forceinline__ void write(u32 token, float v) const { logits[token] = from_float<T>(v); }
   } const row = {reinterpret_cast<T*>(const_cast<char*>(to))};
-  HistoryTokens<T, kStepIds, kMaxSelectThreads> tokens;
+  HistoryTokens<T, kStepIds, /*kThreads=*/0> tokens;
   tokens.count(p, row_idx, part, row);
   __syncthreads();
   tokens.write(p, row_idx, part, row);
@@ -373,18 +379,13 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
       reach += !(params.min_p > 0.f) || weight_fn.weight(Row::value(keys[n])) >= params.min_p;
     kept = __syncthreads_count(reach > 0);
     // More than one element per thread where k exceeds the number of threads.
-    if (k > static_cast<int>(blockDim.x)) kept += __syncthreads_count(reach > 1);
+    for (int n = 1; n * static_cast<int>(blockDim.x) < k; ++n) kept += __syncthreads_count(reach > n);
     if (params.q32 < kQ32One) kept = min(kept, scratch->num_kept);
     kept = max(kept, 1);
-    double2 of_kept = {0., 0.};
-    for (int n = threadIdx.x; n < kept; n += blockDim.x) {
-      if (keys[n] >> 32 == range.largest) {
-        of_kept.x += 1.;
-      } else {
-        of_kept.y += exp(exponent(Row::value(keys[n])));
-      }
-    }
-    of_kept = block_sums(of_kept, sums->warp_sums);
+    const double2 of_kept = block_sums(kept, sums->warp_sums, [&](int n) -> double2 {
+      if (keys[n] >> 32 == range.largest) return {1., 0.};
+      return {0., exp(exponent(Row::value(keys[n])))};
+    });
     log_sum = log1p(of_kept.x - 1. + of_kept.y);
   }
   for (int n = first_n; n < p.top_n; n += blockDim.x) {
