@@ -56,12 +56,21 @@ class Layer:
     """Of the weights: "bf16", "fp16" or "fp8"."""
     hopper: bool
     """Whether the GPU has wgmma."""
-    mapped: bool = False
-    """Whether an expert_map is given."""
+    mapped: int | None = None
+    """The entries of the expert_map: the experts of all devices. None without one."""
 
     @property
     def pairs(self) -> int:
         return self.tokens * self.choices
+
+    @property
+    def mean_rows(self) -> float:
+        """P: the pairs that an expert has on average. The experts of all devices share them.
+
+        >>> Layer(16, 32, 8, 2048, 1024, "fp8", hopper=True, mapped=256).mean_rows
+        0.5
+        """
+        return self.pairs / (self.mapped or self.experts)
 
     @property
     def sizes(self) -> str:
@@ -113,7 +122,7 @@ def is_valid(variant: Variant, layer: Layer) -> bool:
     if variant.path == IN_KERNEL:
         return layer.pairs <= PAIRS_IN_KERNEL
     if variant.path == GROUPED_MM:
-        covered = layer.width % 16 == layer.inner % 16 == 0 and layer.experts < 1024 and not layer.mapped
+        covered = layer.width % 16 == layer.inner % 16 == 0 and layer.experts < 1024 and layer.mapped is None
         return layer.hopper and layer.dtype == "bf16" and covered and hasattr(F, "grouped_mm")
     if variant.tile >= 64 and layer.dtype == "fp8":
         return layer.hopper and variant.tile <= FP8_WGMMA_TILE
@@ -125,11 +134,11 @@ def valid_variants(layer: Layer) -> Iterator[Variant]:
 
 
 def by_rule(layer: Layer) -> Variant:
-    """The built-in choice, a function of the mean number of pairs per expert.
+    """The built-in choice, a function of the mean number of pairs of an expert.
 
     Each tile reads the weights of its expert, so most experts should have one tile.
     """
-    rows = layer.pairs / layer.experts
+    rows = layer.mean_rows
     fused = Variant(FUSED, 8 if layer.tokens <= 8 else 16)
     few = layer.pairs <= _FEW_PAIRS
     streams = layer.dtype == "fp8" and layer.tokens > _TOKENS_OF_FUSED_FP8 and layer.pairs > PAIRS_IN_KERNEL
@@ -161,9 +170,10 @@ def by_rule(layer: Layer) -> Variant:
 def choose(layer: Layer, entries: tuned.Entries, *, grouped_mm: bool = True) -> Variant:
     """The tuned variant of the nearest number of tokens if it is valid here, else that of the rule.
 
+    Layers are tuned without an expert_map, with which a device has fewer pairs.
     grouped_mm: whether the call's tensors have the alignment and strides that grouped_mm needs.
     """
-    name = tuned.nearest(entries.get(layer.sizes, {}), layer.tokens)
+    name = tuned.nearest(entries.get(layer.sizes, {}), layer.tokens) if layer.mapped is None else None
     chosen = _named(name) if name is not None else None
     if chosen is None or not is_valid(chosen, layer):
         chosen = by_rule(layer)
@@ -186,9 +196,9 @@ def _is_hopper(device: int) -> bool:
 
 @functools.lru_cache(4096)
 def for_call(
-    device: int, tokens: int, choices: int, w2: torch.Size, dtype: torch.dtype, mapped: bool, grouped_mm: bool
+    device: int, tokens: int, choices: int, w2: torch.Size, dtype: torch.dtype, mapped: int | None, grouped_mm: bool
 ) -> Variant:
-    """The choice on this GPU for weights w2 of shape [E, Hd, I] and this dtype."""
+    """The choice on this GPU for weights w2 of shape [E, Hd, I] and this dtype. mapped: as in :class:`Layer`."""
     experts, width, inner = w2
     layer = Layer(tokens, experts, choices, width, inner, _DTYPES.get(dtype, "other"), _is_hopper(device), mapped)
     return choose(layer, tuned.of_gpu(torch.cuda.get_device_name(device)), grouped_mm=grouped_mm)
