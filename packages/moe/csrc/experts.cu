@@ -243,11 +243,11 @@ void clear(const TensorView& out, int64_t rows, int64_t row_stride, int64_t colu
 
 // -- entry points -----------------------------------------------------------------------------------------------------
 
-// With an alignment, block_size is 8, 16, 32 or 64, and on Hopper also 128, or 160 for 16-bit weights.
-// num_tokens_post_pad comes with counters, see align_for_experts. Without one the kernels group the pairs, at most 64,
-// and block_size is the token tile. cluster: 1, or with blocks of 128 also 2, the CTAs that share weights (Hopper). 2
-// without an alignment: experts_fused_kernel, in tiles of 8 or 16 tokens. positions_of_pairs: from align_for_experts,
-// if x shall be written to the positions of its pairs, in tiles of pipeline stages: FP8, blocks of 128.
+// With buffers for an alignment, which this writes, block_size is 8, 16, 32 or 64, and on Hopper also 128, or 160 for
+// 16-bit weights. num_tokens_post_pad has counters, see align_for_experts. Without one the kernels group the pairs, at
+// most 64, and block_size is the token tile. cluster: 1, or with blocks of 128 also 2, the CTAs that share weights
+// (Hopper). 2 without an alignment: experts_fused_kernel, in tiles of 8 or 16 tokens. positions_of_pairs: a buffer of
+// the alignment, if x shall be written to the positions of its pairs, in tiles of pipeline stages: FP8, blocks of 128.
 void fused_experts(TensorView out, TensorView scratch, TensorView hidden, TensorView w1, TensorView w2,
                    TensorView topk_weights, TensorView topk_ids, OptionalTensor w1_scale, OptionalTensor w2_scale,
                    OptionalTensor expert_map, OptionalTensor sorted_token_ids, OptionalTensor expert_ids,
@@ -259,6 +259,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   const int64_t tokens = hidden.size(0), width = hidden.size(1), experts = w1.size(0), inner = w1.size(1) / 2;
   const bool fp8 = same_dtype(w1.dtype(), kFloat8E4M3);
   const int64_t choices = topk_ids.size(1), pairs = tokens * choices;
+  const int64_t all_experts = expert_map.has_value() ? (*expert_map).size(0) : experts;  // that share the pairs
   if (tokens == 0) return;
   if (choices == 0) unsupported("no choices");
   if (!same_dtype(topk_ids.dtype(), kInt32)) unsupported("ids that are not int32");
@@ -292,7 +293,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   up.out = memory + parts.activated;
   up.out_stride = inner * (fp8 ? 4 : 2);
   up.gate = gate;
-  up.evict_first = down.evict_first = are_read_once(pairs, experts, fp8);
+  up.evict_first = down.evict_first = are_read_once(pairs, all_experts, fp8);
   set_routing(&down, topk_ids, topk_weights, expert_map, experts);
   set_down_weight(&down, w2, w2_scale);
   down.out = address(out);
@@ -333,7 +334,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
     tiles = set_aligned(&up, aligned, tile);
     set_aligned(&down, aligned, tile);
     // Tiles of several sizes, or tiles that others wait for: the CTAs take them in turn.
-    if (both || !are_read_once(pairs, experts)) {
+    if (both || !are_read_once(pairs, all_experts)) {
       up.tickets = reinterpret_cast<int*>(address(*num_tokens_post_pad)) + 1;
       down.tickets = up.tickets + 1;
     }
@@ -364,6 +365,10 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
     launch_pdl(kernel, dim3(static_cast<unsigned>((rows + rows_of_cta - 1) / rows_of_cta)), dim3(kQuantThreads), device,
                q);
   };
+  if (!in_kernel) {
+    align_for_experts(topk_ids, all_experts, block_size, *sorted_token_ids, *expert_ids, *num_tokens_post_pad,
+                      expert_map, positions_of_pairs, experts);
+  }
   if (permutes) {
     permute_rows(&up, hidden.dtype(), tile, memory + parts.x_codes, floats_at(parts.x_scale), ints(*positions_of_pairs),
                  device);

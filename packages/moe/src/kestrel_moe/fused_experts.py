@@ -258,5 +258,4 @@ def by_variant(
     sizes = (blocks * tile, blocks, 3 + blocks)  # the last: the number, and counters
     aligned = [new((size,), (1,), torch.int32) for size in sizes]
     positions = new((pairs,), (1,), torch.int32) if fp8 and tile == variants.FP8_WGMMA_TILE else None
-    _kernels.align_for_experts(topk_ids, mapped, tile, *aligned, expert_map, positions, experts)
     return launch(tile, 2 if variant.path == variants.CLUSTERED else 1, *aligned, positions)
