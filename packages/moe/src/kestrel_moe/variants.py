@@ -27,10 +27,9 @@ _INNER_OF_FUSED = 2048
 _TOKENS_OF_FUSED_FP8 = 15  # with more, and more pairs than the kernels group, FP8 tiles of 32 tokens are faster
 _FEW_PAIRS = 32  # up to this many pairs the kernels group them for any number of experts
 _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 tokens are faster on Hopper
-_ROWS_OF_LARGE_FP8, _ROWS_OF_WIDE_FP8, _WIDE = 0.5, 2, 4096  # pairs for each expert; if Hd is above the last number
 # FP8 layers on Hopper: tiles of 32 tokens of the wgmma kernel, which take fewer launches, up to so many pairs for each
-# expert. Layers of more weights than this gain less by that, and take them from the number of pairs above on.
-_WEIGHTS_OF_FP8_TILES, _ROWS_OF_FP8_TILES = 2**30, 22
+# expert. Layers of more weights than this gain less by that, and take them from the last number of pairs on.
+_WEIGHTS_OF_FP8_TILES, _ROWS_OF_FP8_TILES, _ROWS_OF_LARGE_FP8 = 2**30, 22, 0.5
 _ROWS_OF_WIDE_TILES = 320  # up to so many pairs for each expert, layers of 16 bits take tiles of 160 tokens
 # Pairs for each expert, above which it pays that two tiles share the weights: with 16 bits, and with FP8. Fewer are
 # enough if Hd * I / (Hd + I) is at least so large.
@@ -146,7 +145,7 @@ def by_rule(layer: Layer) -> Variant:
         return fused
     large = 3 * layer.experts * layer.width * layer.inner > _WEIGHTS_OF_FP8_TILES
     fp8_tiles = layer.hopper and layer.dtype == "fp8" and rows <= _ROWS_OF_FP8_TILES
-    if fp8_tiles and large and rows >= (_ROWS_OF_WIDE_FP8 if layer.width > _WIDE else _ROWS_OF_LARGE_FP8):
+    if fp8_tiles and large and rows >= _ROWS_OF_LARGE_FP8:
         return Variant(ALIGNED, 32)
     if few or (layer.hopper and layer.pairs <= PAIRS_IN_KERNEL and rows <= 2):
         return Variant(IN_KERNEL, 8)
