@@ -24,7 +24,7 @@ _WIDTH_OF_FUSED = {8: 8192, 16: 4096}
 # It takes up to 2 pairs for each expert. Where the hidden layer is wider than this and leaves more partial results, it
 # takes up to 1, and few pairs in all.
 _INNER_OF_FUSED = 2048
-_TOKENS_OF_FUSED_FP8 = 15  # with more, and more pairs than the kernels group, FP8 tiles of 32 tokens are faster
+_TOKENS_OF_FUSED_FP8 = 8  # with more, and more pairs than the kernels group, FP8 tiles of 32 tokens are faster
 _FEW_PAIRS = 32  # up to this many pairs the kernels group them for any number of experts
 _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 tokens are faster on Hopper
 # FP8 layers on Hopper: tiles of 32 tokens of the wgmma kernel, which take fewer launches, up to so many pairs for each
