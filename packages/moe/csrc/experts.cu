@@ -259,7 +259,6 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   const int64_t tokens = hidden.size(0), width = hidden.size(1), experts = w1.size(0), inner = w1.size(1) / 2;
   const bool fp8 = same_dtype(w1.dtype(), kFloat8E4M3);
   const int64_t choices = topk_ids.size(1), pairs = tokens * choices;
-  const int64_t all_experts = expert_map.has_value() ? (*expert_map).size(0) : experts;  // that share the pairs
   if (tokens == 0) return;
   if (choices == 0) unsupported("no choices");
   if (!same_dtype(topk_ids.dtype(), kInt32)) unsupported("ids that are not int32");
@@ -293,7 +292,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
   up.out = memory + parts.activated;
   up.out_stride = inner * (fp8 ? 4 : 2);
   up.gate = gate;
-  up.evict_first = down.evict_first = are_read_once(pairs, all_experts, fp8);
+  up.evict_first = down.evict_first = are_read_once(pairs, experts, fp8);
   set_routing(&down, topk_ids, topk_weights, expert_map, experts);
   set_down_weight(&down, w2, w2_scale);
   down.out = address(out);
@@ -334,7 +333,7 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
     tiles = set_aligned(&up, aligned, tile);
     set_aligned(&down, aligned, tile);
     // Tiles of several sizes, or tiles that others wait for: the CTAs take them in turn.
-    if (both || !are_read_once(pairs, all_experts)) {
+    if (both || !are_read_once(pairs, experts)) {
       up.tickets = reinterpret_cast<int*>(address(*num_tokens_post_pad)) + 1;
       down.tickets = up.tickets + 1;
     }
@@ -366,8 +365,9 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
                q);
   };
   if (!in_kernel) {
-    align_for_experts(topk_ids, all_experts, block_size, *sorted_token_ids, *expert_ids, *num_tokens_post_pad,
-                      expert_map, positions_of_pairs, experts);
+    const int64_t mapped = expert_map.has_value() ? (*expert_map).size(0) : experts;
+    align_for_experts(topk_ids, mapped, block_size, *sorted_token_ids, *expert_ids, *num_tokens_post_pad, expert_map,
+                      positions_of_pairs, experts);
   }
   if (permutes) {
     permute_rows(&up, hidden.dtype(), tile, memory + parts.x_codes, floats_at(parts.x_scale), ints(*positions_of_pairs),
