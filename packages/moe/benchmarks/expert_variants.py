@@ -2,8 +2,9 @@
 
     python packages/moe/benchmarks/expert_variants.py FILE WORK [TEXT ...] [WORK [TEXT ...] ...]
 
-WORK is "rows": variants on the shapes of record; "routings": the built-in choice on other routings; "distinct": the
-built-in choice by the number of distinct experts; or "kernels": where the time of the built-in choice goes.
+WORK is "rows": variants on the shapes of record; "mapped": variants of a device that has 32 of 256 experts;
+"routings": the built-in choice on other routings; "distinct": the built-in choice by the number of distinct experts; or
+"kernels": where the time of the built-in choice goes.
 "table RECORD" prints FILE's rows that are above their targets in the record, results/h200.json.
 TEXT selects shapes, "bf16 T4 E8 k2 h4096 i14336", that contain one of them, in the order of the texts. FILE is JSON,
 written after every shape. bf16 layers are timed at all powers of two up to 16384 tokens. A sample is some milliseconds
@@ -12,6 +13,7 @@ of calls, directly after as many; figures are medians of the samples with the le
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import random
@@ -43,6 +45,7 @@ SAMPLES, LONG_SAMPLES = 5, 9
 SAMPLE_US = 3000.0  # of calls in a sample
 LONG_US = 1500.0  # calls as long as this are timed without a graph, which would keep the memory of every call
 FAR, FAR_US = 2.5, 2500.0  # candidates this much slower than the fastest, and as long, are timed once
+MAPPED = [("h2048 i1024", False), ("h2048 i1024", True), ("h7168 i2048", True)]  # Hd and I, and whether FP8
 RANDOM, ZIPF, HALF, ONE = "random", "zipf", "half to 4", "one expert"
 
 
@@ -106,11 +109,10 @@ def layer_of(shape: str, fp8: bool) -> variants.Layer:
     return variants.Layer(*layers.sizes(shape), "fp8" if fp8 else "bf16", hopper)
 
 
-def ours(variant: variants.Variant) -> Callable[..., torch.Tensor]:
+def ours(variant: variants.Variant, expert_map: torch.Tensor | None = None) -> Callable[..., torch.Tensor]:
     def call(hidden, w1, w2, w1_scale, w2_scale, topk_weights, topk_ids, out):  # type: ignore[no-untyped-def]
-        return by_variant(
-            variant, hidden, w1, w2, topk_weights, topk_ids, w1_scale=w1_scale, w2_scale=w2_scale, out=out
-        )
+        options = {"w1_scale": w1_scale, "w2_scale": w2_scale, "expert_map": expert_map, "out": out}
+        return by_variant(variant, hidden, w1, w2, topk_weights, topk_ids, **options)
 
     return call
 
@@ -189,6 +191,23 @@ def rows(texts: Sequence[str]) -> Iterator[dict[str, Any]]:
             "distinct": [each.unique().numel() for each in ids],
             "us": time_in_turn(calls, sets),
         }
+
+
+def mapped(texts: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Every valid variant on one of eight devices that share 256 experts. Shapes name the experts of all of them."""
+    experts, here = 256, 32
+    found = [(f"T{2**i} E{experts} k8 {sizes}", fp8) for sizes, fp8 in MAPPED for i in range(11)]
+    for shape, fp8 in found:
+        if not any(text in name(shape, fp8) + " " for text in texts or [""]):
+            continue
+        tokens, _, choices, width, inner = layers.sizes(shape)
+        local = f"T{tokens} E{here} k{choices} h{width} i{inner}"
+        table = torch.full((experts,), -1, dtype=torch.int32, device="cuda")
+        table[:: experts // here] = torch.arange(here, dtype=torch.int32, device="cuda")
+        layer = dataclasses.replace(layer_of(local, fp8), mapped=experts)
+        sets = inputs(local, fp8, layers.routings(shape, 8 if tokens <= 64 else 4))
+        calls = {str(each): ours(each, table) for each in variants.valid_variants(layer)}
+        yield {"row": name(shape, fp8), "rule": str(variants.by_rule(layer)), "us": time_in_turn(calls, sets)}
 
 
 def routed(kind: str, shape: str, seed: int) -> torch.Tensor:
@@ -314,7 +333,7 @@ def _alternate(call: Callable[..., Any], sets: Sequence[Set], count: list[int]) 
     count[0] += 1
 
 
-WORK = {"rows": rows, "routings": routings, "distinct": distinct, "kernels": kernels}
+WORK = {"rows": rows, "mapped": mapped, "routings": routings, "distinct": distinct, "kernels": kernels}
 
 
 def main(file: str, *arguments: str) -> None:
@@ -338,7 +357,7 @@ def main(file: str, *arguments: str) -> None:
             of_work.append({**row, "machine": len(machines) - 1})
             path.write_text(json.dumps(written) + "\n")
             us = " ".join(f"{each}={figures.get('us', 'failed')}" for each, figures in row["us"].items())
-            rule = f"target {row['target']}, rule {row['rule']}: " if "rule" in row else ""
+            rule = f"target {row.get('target')}, rule {row['rule']}: " if "rule" in row else ""
             print(f"{time.monotonic() - started:6.1f} s  {row['row']}  {rule}{us}", flush=True)
             torch.cuda.empty_cache()
 

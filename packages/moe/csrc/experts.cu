@@ -243,11 +243,11 @@ void clear(const TensorView& out, int64_t rows, int64_t row_stride, int64_t colu
 
 // -- entry points -----------------------------------------------------------------------------------------------------
 
-// With an alignment, block_size is 8, 16, 32 or 64, and on Hopper also 128, or 160 for 16-bit weights.
-// num_tokens_post_pad comes with counters, see align_for_experts. Without one the kernels group the pairs, at most 64,
-// and block_size is the token tile. cluster: 1, or with blocks of 128 also 2, the CTAs that share weights (Hopper). 2
-// without an alignment: experts_fused_kernel, in tiles of 8 or 16 tokens. positions_of_pairs: from align_for_experts,
-// if x shall be written to the positions of its pairs, in tiles of pipeline stages: FP8, blocks of 128.
+// With buffers for an alignment, which this writes, block_size is 8, 16, 32 or 64, and on Hopper also 128, or 160 for
+// 16-bit weights. num_tokens_post_pad has counters, see align_for_experts. Without one the kernels group the pairs, at
+// most 64, and block_size is the token tile. cluster: 1, or with blocks of 128 also 2, the CTAs that share weights
+// (Hopper). 2 without an alignment: experts_fused_kernel, in tiles of 8 or 16 tokens. positions_of_pairs: a buffer of
+// the alignment, if x shall be written to the positions of its pairs, in tiles of pipeline stages: FP8, blocks of 128.
 void fused_experts(TensorView out, TensorView scratch, TensorView hidden, TensorView w1, TensorView w2,
                    TensorView topk_weights, TensorView topk_ids, OptionalTensor w1_scale, OptionalTensor w2_scale,
                    OptionalTensor expert_map, OptionalTensor sorted_token_ids, OptionalTensor expert_ids,
@@ -364,6 +364,11 @@ void fused_experts(TensorView out, TensorView scratch, TensorView hidden, Tensor
     launch_pdl(kernel, dim3(static_cast<unsigned>((rows + rows_of_cta - 1) / rows_of_cta)), dim3(kQuantThreads), device,
                q);
   };
+  if (!in_kernel) {
+    const int64_t mapped = expert_map.has_value() ? (*expert_map).size(0) : experts;
+    align_for_experts(topk_ids, mapped, block_size, *sorted_token_ids, *expert_ids, *num_tokens_post_pad, expert_map,
+                      positions_of_pairs, experts);
+  }
   if (permutes) {
     permute_rows(&up, hidden.dtype(), tile, memory + parts.x_codes, floats_at(parts.x_scale), ints(*positions_of_pairs),
                  device);

@@ -1,7 +1,8 @@
-// The launches of experts_tma.cu and experts_permute.cu, for experts.cu.
+// The launches of other files, for experts.cu.
 #pragma once
 
 #include <dlpack/dlpack.h>
+#include <kestrel/tensor.h>
 
 #include <cstdint>
 
@@ -47,5 +48,10 @@ int64_t fused_scratch(int64_t pairs, int64_t inner, int64_t width);
 // Launches experts_fused_kernel, which runs both projections, and the sum. Hopper; tile: 8 or 16, the most tokens.
 void launch_experts_fused(const ExpertsParams& up, const ExpertsParams& down, DLDataType weight, int tile,
                           DLDevice device);
+
+// The alignment of fused_experts, see moe_align.cu.
+void align_for_experts(TensorView topk_ids, AnyView num_experts, AnyView block_size, TensorView sorted_token_ids,
+                       TensorView expert_ids, TensorView num_tokens_post_pad, OptionalTensor expert_map,
+                       OptionalTensor positions, int64_t local_experts);
 
 }  // namespace kestrel::moe

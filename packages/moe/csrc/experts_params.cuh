@@ -50,7 +50,7 @@ struct ExpertsParams {
   int ready_signals = 0;          // down: of a complete tile
   const char* fetched = nullptr;  // up: weights that are fetched into L2 while the alignment runs
   int64_t fetched_bytes = 0;
-  bool routed_early = false;  // down: the launch just before has not written the routing or the alignment
+  bool routed_early = false;  // the launch just before quantises x (up), or is up (down): it writes no routing
   // Tiles of the pipeline's stages in place of rows, see experts_tma.cuh and experts_fp8.cuh.
   bool tiled_x = false;      // down; FP8: up, too
   bool tiled_out = false;    // up

@@ -20,7 +20,7 @@ struct ExpertsQuantParams {
   int64_t rows = 0;
   int width = 0;                  // a multiple of 16
   int row_warps = 1;              // warps of a row: 1, 2, 4 or 8
-  bool early = false;             // the launch just before has not written x
+  bool early = false;             // the launch just before is the alignment, which waits before it triggers
   const char* fetched = nullptr;  // weights that are fetched into L2
   int64_t fetched_bytes = 0;
 };

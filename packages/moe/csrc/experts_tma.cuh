@@ -393,6 +393,7 @@ struct TmaRoles {
         const int line = at.slice * 2 + warpgroup, lines = (p.outputs * 2 + kLineBytes - 1) / kLineBytes;
         if (line >= lines) return;
         char* const out = p.out + (int64_t{at.tile} * lines + line) * Tile::x_bytes;
+        const unsigned mask = channel[0] < p.outputs ? ~0u : 0u;  // the K tail is 0, where inf * 0 would be NaN
         constexpr int pass = 2 * Tile::pass;
 #pragma unroll
         for (int first = 0; first < Tile::tokens; first += pass) {
@@ -404,7 +405,7 @@ struct TmaRoles {
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
               const int i = 4 * (j + m / 2) + m % 2 * 2;
-              matrices[m] = ptx::pack_pair<R>(make_float2(value(i, 1.f), value(i + 1, 1.f)));
+              matrices[m] = mask & ptx::pack_pair<R>(make_float2(value(i, 1.f), value(i + 1, 1.f)));
             }
             const int n = 8 * (j + lane / 16) - first + lane % 8;
             ptx::store_matrices_transposed(rows + n * kLineBytes + ((slab / 8 + lane / 8 % 2) ^ n % 8) * 16, matrices);
@@ -567,6 +568,8 @@ struct TmaRoles {
       at_ring.next_slot();
     }
     signal_tile(p, unsignalled);
+    // The rows of the other projection go where the codes of the last tile were: once these have been copied.
+    if constexpr (up && fp8) ptx::named_barrier(kBarrierOfWarpgroup + warpgroup, 128);
   }
 };
 

@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 class Kernels:
-    """In place of the binary: alignment and activations by reference; the layer notes its arguments."""
+    """In place of the binary: activations by reference; the layer notes its arguments."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
@@ -38,13 +38,6 @@ class Kernels:
     ) -> None:
         self.calls.append(("align", (experts, block, table)))
         kestrel_moe.moe_align_block_size(ids, experts, block, order, expert_ids, length, table)
-
-    def align_for_experts(self, ids: Tensor, experts: int, block: int, *outputs: Any) -> None:
-        order, expert_ids, numbers, table, positions, _ = outputs
-        self.moe_align_block_size(ids, experts, block, order, expert_ids, numbers[:1], table)
-        assert numbers.shape == (3 + len(expert_ids),)  # the number, two counters and one for each block
-        if positions is not None:
-            positions.copy_(order.argsort(stable=True).int()[: ids.numel()])
 
     def group_rows(
         self, ids: Tensor, order: Tensor, rows: Tensor, tokens: Tensor, positions: Tensor, ends: Tensor
@@ -120,9 +113,8 @@ def test_one_kernel_for_both_projections_is_given_a_tile_without_blocks(kernels:
 def test_blocks_have_room_for_any_routing(kernels: Kernels, tokens: int, tile: int) -> None:
     given = layer(tokens)
     module.by_variant(Variant("aligned", tile), **given)
-    (_, aligned), (_, sizes), (_, (*_, order, expert_ids, length, positions, last_tile, cluster, _)) = kernels.calls
+    (_, sizes), (_, (*_, order, expert_ids, length, positions, last_tile, cluster, _)) = kernels.calls
     blocks = most_blocks(tokens * 3, EXPERTS, tile)
-    assert aligned == (EXPERTS, tile, None)
     assert sizes == (tokens, tokens * 3, INNER, WIDTH, False, tile, blocks, False, -1)
     assert (order.numel(), expert_ids.numel(), length.numel(), last_tile) == (blocks * tile, blocks, 3 + blocks, tile)
     assert (positions, cluster) == (None, 1)
@@ -131,26 +123,24 @@ def test_blocks_have_room_for_any_routing(kernels: Kernels, tokens: int, tile: i
 
 def test_two_ctas_share_weights_with_blocks_of_128(kernels: Kernels) -> None:
     module.by_variant(Variant("clustered", 128), **layer())
-    assert kernels.calls[0][1] == (EXPERTS, 128, None)
-    *_, block_size, cluster, _ = kernels.calls[2][1]
+    *_, block_size, cluster, _ = kernels.calls[1][1]
     assert (block_size, cluster) == (128, 2)
 
 
 @pytest.mark.parametrize("path", ["aligned", "clustered"])
-def test_fp8_tiles_of_128_are_given_the_positions_of_their_pairs(kernels: Kernels, path: str) -> None:
+def test_fp8_tiles_of_128_are_given_memory_for_the_positions_of_their_pairs(kernels: Kernels, path: str) -> None:
     scales = {"w1_scale": torch.ones(EXPERTS), "w2_scale": torch.ones(EXPERTS, WIDTH)}
     module.by_variant(Variant(path, 128), **layer(), **scales)
-    *_, order, _, _, positions, tile, cluster, _ = kernels.calls[-1][1]
-    assert order[positions.long()].tolist() == list(range(27))
+    *_, positions, tile, cluster, _ = kernels.calls[-1][1]
+    assert (positions.shape, positions.dtype) == ((27,), torch.int32)
     assert (tile, cluster) == (128, 2 if path == "clustered" else 1)
 
 
-def test_a_map_gives_the_number_of_experts_to_align(kernels: Kernels) -> None:
+def test_blocks_have_room_for_the_experts_of_a_map(kernels: Kernels) -> None:
     table = torch.tensor([0, -1, 1, 2, -1, 3, 4], dtype=torch.int32)
     module.by_variant(Variant("aligned", 16), **layer(), expert_map=table)
-    assert kernels.calls[0][1] == (7, 16, table)
-    assert kernels.calls[2][1][9] is table
-    assert kernels.calls[2][1][11].numel() == most_blocks(27, 7, 16)
+    assert kernels.calls[1][1][9] is table
+    assert kernels.calls[1][1][11].numel() == most_blocks(27, 7, 16)
 
 
 @pytest.mark.parametrize("path", ["in_kernel", "aligned"])

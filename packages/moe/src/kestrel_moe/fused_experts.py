@@ -172,21 +172,23 @@ def fused_experts(
         FP8 with one dynamic scale per row, or with tiles one per row and 128 columns (fp8_quant). The hidden layer is
         quantised from float32, with a scale per row and 128 columns.
     expert_map: int32 [experts of all devices], the index in w1 of each expert, or -1 if another device holds it. Ids
-        are then indices into the map, and choices mapped to -1 are skipped.
+        are then indices into the map, and choices mapped to -1 are skipped. Below, P = T*K / len(expert_map).
     Accumulated in float32; the hidden layer is rounded once (to hidden's dtype, or FP8), the result once, after the sum
     over j in ascending order. A token whose choices are all skipped gives zeros.
 
     Returns [T, Hd] in hidden's dtype, in ``out`` if it is given; ``out`` may not overlap the inputs. Reads nothing on
     the host. The kernels take bf16 and fp16 with Hd and I that are multiples of 16 and rows aligned to 16 bytes. They
-    sum in order of k, so a row is the same bit for bit for every T of one range. On an H100 or H200, with P = T*K/E:
+    sum in order of k, so a row is the same bit for bit for every T of one range: on other GPUs there is one. On an H100
+    or H200, with P = T*K/E:
 
     1. T <= 16 and P <= 2; if I > 2048, P <= 1 and T*K <= 32 (Hd up to 8192, beyond 8 tokens 4096; K <= 8, E <= 1024).
-       FP8 layers with T*K > 64: T <= 15.
+       FP8 layers with T*K > 64: T <= 8.
     2. Few pairs: up to T*K = 32 or P = 9.75. FP8 layers of 3*E*Hd*I <= 2^30 weights: up to T*K = 32, or 64 with P <= 2;
-       larger ones: below P = 0.5, or 2 if Hd > 4096.
+       larger ones: below P = 0.5, and up to T*K = 32 with P > 22.
     3. Many pairs, all others. bf16 results of each expert are rounded before the sum over j.
     4. Each T for itself: bf16 without ``expert_map``, P > 2048, Hd * I / (Hd + I) >= 2048, E < 1024 and contiguous
-       weights, through torch.nn.functional.grouped_mm.
+       weights, through torch.nn.functional.grouped_mm. The products of the up projection and the results of each
+       expert are rounded to bf16.
 
     For layers tuned on this GPU by `kestrel-kernels tune moe`, the tuned file gives the ranges. By reference on a CPU,
     a row is the same bit for bit up to T = 16, and beyond it within each of these ranges of T*K/E: below 1, from a
@@ -203,7 +205,8 @@ def fused_experts(
     >>> round(fused_experts(hidden, w1, w2, weights, ids, activation="silu_and_mul").item(), 4)
     26.4239
     """
-    choice = (hidden.get_device(), hidden.shape[0], topk_ids.shape[1], w2.shape, w2.dtype, expert_map is not None)
+    mapped = None if expert_map is None else expert_map.shape[0]
+    choice = (hidden.get_device(), hidden.shape[0], topk_ids.shape[1], w2.shape, w2.dtype, mapped)
     variant = variants.for_call(*choice, grouped_mm=True)
     if variant.path == variants.GROUPED_MM and not _fits_grouped_mm(w1, w2):
         variant = variants.for_call(*choice, grouped_mm=False)
@@ -255,5 +258,4 @@ def by_variant(
     sizes = (blocks * tile, blocks, 3 + blocks)  # the last: the number, and counters
     aligned = [new((size,), (1,), torch.int32) for size in sizes]
     positions = new((pairs,), (1,), torch.int32) if fp8 and tile == variants.FP8_WGMMA_TILE else None
-    _kernels.align_for_experts(topk_ids, mapped, tile, *aligned, expert_map, positions, experts)
     return launch(tile, 2 if variant.path == variants.CLUSTERED else 1, *aligned, positions)

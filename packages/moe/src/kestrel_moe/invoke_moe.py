@@ -42,9 +42,9 @@ def invoke_cute_moe_up(
 
     Returns [T*K, 2I] in the dtype of hidden_states, in ``out`` if it is given; rows of skipped pairs are zero. Reads
     nothing on the host. The kernels take bf16 and fp16 with Hd and I that are multiples of 16; there a row is the same
-    bit for bit for every T and block_size. On an H100 or H200, blocks of 16 and 32 have one kernel, blocks of 64 and
-    128 another if the rows of ``out`` are aligned to 16 bytes. By reference on a CPU, another block_size may change a
-    row by rounding.
+    bit for bit for every T and block_size. On an H100 or H200 blocks of 64 and 128 have a kernel of their own if the
+    rows of ``out`` are aligned to 16 bytes: its sums are rounded differently from those in blocks of 16 and 32. By
+    reference on a CPU, another block_size may change a row by rounding.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, for a block_size that does not fit the
     buffers, and for None where no size or several fit.

@@ -93,7 +93,7 @@ def _check_scale(op: str, name: str, scale: torch.Tensor | None, weight: torch.T
             check.fail(op, name, f"None without {weight_name}", "scales")
         return
     check_weight_scale(op, name, scale, weight)
-    check.same(op, "device", weight=weight, **{name: scale})
+    check.same(op, "device", **{weight_name: weight, name: scale})
 
 
 def _check_invoke_cute_moe_up_fp8(

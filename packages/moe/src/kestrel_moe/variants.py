@@ -24,13 +24,12 @@ _WIDTH_OF_FUSED = {8: 8192, 16: 4096}
 # It takes up to 2 pairs for each expert. Where the hidden layer is wider than this and leaves more partial results, it
 # takes up to 1, and few pairs in all.
 _INNER_OF_FUSED = 2048
-_TOKENS_OF_FUSED_FP8 = 15  # with more, and more pairs than the kernels group, FP8 tiles of 32 tokens are faster
+_TOKENS_OF_FUSED_FP8 = 8  # with more, and more pairs than the kernels group, FP8 tiles of 32 tokens are faster
 _FEW_PAIRS = 32  # up to this many pairs the kernels group them for any number of experts
 _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 tokens are faster on Hopper
-_ROWS_OF_LARGE_FP8, _ROWS_OF_WIDE_FP8, _WIDE = 0.5, 2, 4096  # pairs for each expert; if Hd is above the last number
 # FP8 layers on Hopper: tiles of 32 tokens of the wgmma kernel, which take fewer launches, up to so many pairs for each
-# expert. Layers of more weights than this gain less by that, and take them from the number of pairs above on.
-_WEIGHTS_OF_FP8_TILES, _ROWS_OF_FP8_TILES = 2**30, 22
+# expert. Layers of more weights than this gain less by that, and take them from the last number of pairs on.
+_WEIGHTS_OF_FP8_TILES, _ROWS_OF_FP8_TILES, _ROWS_OF_LARGE_FP8 = 2**30, 22, 0.5
 _ROWS_OF_WIDE_TILES = 320  # up to so many pairs for each expert, layers of 16 bits take tiles of 160 tokens
 # Pairs for each expert, above which it pays that two tiles share the weights: with 16 bits, and with FP8. Fewer are
 # enough if Hd * I / (Hd + I) is at least so large.
@@ -56,12 +55,21 @@ class Layer:
     """Of the weights: "bf16", "fp16" or "fp8"."""
     hopper: bool
     """Whether the GPU has wgmma."""
-    mapped: bool = False
-    """Whether an expert_map is given."""
+    mapped: int | None = None
+    """The entries of the expert_map: the experts of all devices. None without one."""
 
     @property
     def pairs(self) -> int:
         return self.tokens * self.choices
+
+    @property
+    def mean_rows(self) -> float:
+        """P: the pairs that an expert has on average. The experts of all devices share them.
+
+        >>> Layer(16, 32, 8, 2048, 1024, "fp8", hopper=True, mapped=256).mean_rows
+        0.5
+        """
+        return self.pairs / (self.mapped or self.experts)
 
     @property
     def sizes(self) -> str:
@@ -113,7 +121,7 @@ def is_valid(variant: Variant, layer: Layer) -> bool:
     if variant.path == IN_KERNEL:
         return layer.pairs <= PAIRS_IN_KERNEL
     if variant.path == GROUPED_MM:
-        covered = layer.width % 16 == layer.inner % 16 == 0 and layer.experts < 1024 and not layer.mapped
+        covered = layer.width % 16 == layer.inner % 16 == 0 and layer.experts < 1024 and layer.mapped is None
         return layer.hopper and layer.dtype == "bf16" and covered and hasattr(F, "grouped_mm")
     if variant.tile >= 64 and layer.dtype == "fp8":
         return layer.hopper and variant.tile <= FP8_WGMMA_TILE
@@ -125,11 +133,11 @@ def valid_variants(layer: Layer) -> Iterator[Variant]:
 
 
 def by_rule(layer: Layer) -> Variant:
-    """The built-in choice, a function of the mean number of pairs per expert.
+    """The built-in choice, a function of the mean number of pairs of an expert.
 
     Each tile reads the weights of its expert, so most experts should have one tile.
     """
-    rows = layer.pairs / layer.experts
+    rows = layer.mean_rows
     fused = Variant(FUSED, 8 if layer.tokens <= 8 else 16)
     few = layer.pairs <= _FEW_PAIRS
     streams = layer.dtype == "fp8" and layer.tokens > _TOKENS_OF_FUSED_FP8 and layer.pairs > PAIRS_IN_KERNEL
@@ -137,7 +145,7 @@ def by_rule(layer: Layer) -> Variant:
         return fused
     large = 3 * layer.experts * layer.width * layer.inner > _WEIGHTS_OF_FP8_TILES
     fp8_tiles = layer.hopper and layer.dtype == "fp8" and rows <= _ROWS_OF_FP8_TILES
-    if fp8_tiles and large and rows >= (_ROWS_OF_WIDE_FP8 if layer.width > _WIDE else _ROWS_OF_LARGE_FP8):
+    if fp8_tiles and large and rows >= _ROWS_OF_LARGE_FP8:
         return Variant(ALIGNED, 32)
     if few or (layer.hopper and layer.pairs <= PAIRS_IN_KERNEL and rows <= 2):
         return Variant(IN_KERNEL, 8)
@@ -161,9 +169,10 @@ def by_rule(layer: Layer) -> Variant:
 def choose(layer: Layer, entries: tuned.Entries, *, grouped_mm: bool = True) -> Variant:
     """The tuned variant of the nearest number of tokens if it is valid here, else that of the rule.
 
+    Layers are tuned without an expert_map, with which a device has fewer pairs.
     grouped_mm: whether the call's tensors have the alignment and strides that grouped_mm needs.
     """
-    name = tuned.nearest(entries.get(layer.sizes, {}), layer.tokens)
+    name = tuned.nearest(entries.get(layer.sizes, {}), layer.tokens) if layer.mapped is None else None
     chosen = _named(name) if name is not None else None
     if chosen is None or not is_valid(chosen, layer):
         chosen = by_rule(layer)
@@ -186,9 +195,9 @@ def _is_hopper(device: int) -> bool:
 
 @functools.lru_cache(4096)
 def for_call(
-    device: int, tokens: int, choices: int, w2: torch.Size, dtype: torch.dtype, mapped: bool, grouped_mm: bool
+    device: int, tokens: int, choices: int, w2: torch.Size, dtype: torch.dtype, mapped: int | None, grouped_mm: bool
 ) -> Variant:
-    """The choice on this GPU for weights w2 of shape [E, Hd, I] and this dtype."""
+    """The choice on this GPU for weights w2 of shape [E, Hd, I] and this dtype. mapped: as in :class:`Layer`."""
     experts, width, inner = w2
     layer = Layer(tokens, experts, choices, width, inner, _DTYPES.get(dtype, "other"), _is_hopper(device), mapped)
     return choose(layer, tuned.of_gpu(torch.cuda.get_device_name(device)), grouped_mm=grouped_mm)
