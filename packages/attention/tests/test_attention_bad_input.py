@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import kestrel_attention
@@ -408,7 +408,9 @@ def test_bad_input_is_refused_and_named_and_nothing_is_written(function, case, p
 )
 def test_bad_input_is_refused_whatever_the_shape(which, shape):
     function, index = which
-    assert_rejects(function, TABLES[function.__name__](*shape)[index])
+    calls = TABLES[function.__name__](*shape)
+    assume(index < len(calls))  # an odd size has no rows of INT4
+    assert_rejects(function, calls[index])
 
 
 # -- what follows from one good call ----------------------------------------------------------------------------------

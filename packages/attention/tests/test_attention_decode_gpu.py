@@ -73,6 +73,15 @@ def test_fp8_scales(k_heads, v_heads, queries, size, kind):
     check(made(kind, 8, 2, size, 16, queries=queries), causal=True, k_scale=k_scale, v_scale=v_scale)
 
 
+@pytest.mark.parametrize("softmax_scale", [2.0**100, -(2.0**100)])
+@pytest.mark.parametrize("queries", [1, 3, 8])
+@pytest.mark.parametrize("size", [64, 128])
+def test_a_score_of_zero_is_zero_however_large_its_scale(size, queries, softmax_scale):
+    call = made("e4m3", 8, 2, size, 16, queries=queries)
+    call.q.zero_()
+    check(call, causal=True, softmax_scale=softmax_scale, k_scale=torch.full((1,), 2.0**100, device="cuda"))
+
+
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 64, 2**40])
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_number_of_splits(splits, kind):

@@ -359,6 +359,28 @@ def test_more_blocks_than_multiprocessors_over_int4_take_a_kernel_of_fewer_stage
 
 
 @pytest.mark.parametrize(
+    ("cache", "head_dim", "folds"),
+    [
+        *[("same", 64, False), ("same", 128, False), ("same", 256, True), ("same", 512, False)],
+        *[("e4m3", 64, False), ("e4m3", 128, True), ("e4m3", 256, False), ("e5m2", 128, False)],
+        *[("int8", 64, True), ("int8", 128, True), ("int8", 256, False), ("int4", 64, False), ("int4", 128, True)],
+    ],
+)
+@pytest.mark.parametrize(("queries", "group"), [(1, 1), (1, 4), (4, 1), (2, 2), (1, 5), (5, 1), (2, 3)])
+def test_up_to_four_rows_have_kernels_whose_further_columns_hold_second_terms(queries, group, cache, head_dim, folds):
+    case = problem(queries=queries, heads=2 * group, kv_heads=2, head_dim=head_dim, cache=cache)
+    assert plan_decode(case).variant.folded is (folds and queries * group <= 4)
+    assert not plan_decode(replace(case, has_wide_kernels=False)).variant.folded
+
+
+@pytest.mark.parametrize(("batch", "stages"), [(1, 3), (33, 3), (34, 4)])
+def test_more_blocks_than_fit_at_once_over_e4m3_take_a_kernel_of_more_stages(batch, stages):
+    case = problem(batch=batch, heads=32, kv_heads=8, head_dim=128, cache="e4m3")
+    assert plan_decode(case).variant.num_stages == stages
+    assert plan_decode(replace(case, heads=64)).variant.num_stages == 4
+
+
+@pytest.mark.parametrize(
     ("how", "warps"),
     [
         ({"num_splits": -1}, 8),

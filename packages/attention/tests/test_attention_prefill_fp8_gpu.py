@@ -70,6 +70,17 @@ def test_queries_of_any_magnitude_attend_to_codes(size, storage):
         assert_exact(out[b], lse[b], exact)
 
 
+@pytest.mark.parametrize("queries_in", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_a_score_of_zero_is_zero_however_large_its_scale(size, queries_in):
+    torch.manual_seed(0)
+    q = torch.zeros(1, 150, 4, size, device="cuda").to(queries_in)
+    k, v = (codes_of(random(1, 200, 2, size, dtype=torch.bfloat16), torch.float8_e4m3fn) for _ in range(2))
+    scale = torch.full((1,), 2.0**100, device="cuda")
+    got = flash_attn_func(q, k, v, softmax_scale=2.0**100, k_scale=scale, return_lse=True)
+    assert same_bits(got, flash_attn_func(q, k, v, return_lse=True))
+
+
 @pytest.mark.parametrize("queries_in", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("size", [64, 128])
 def test_nan_stays_in_its_row_or_head(size, queries_in):

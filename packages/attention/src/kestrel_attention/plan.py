@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kestrel_runtime import UnsupportedError
 
-from .kernels.constants import BLOCK_ROWS, COMBINE_SPLITS, COMBINE_WARPS, INT4_PAGE, TILE_KEYS
+from .kernels.constants import BLOCK_ROWS, COMBINE_SPLITS, COMBINE_WARPS, FOLDED_ROWS, INT4_PAGE, TILE_KEYS
 from .kernels.dtypes import EITHER
 from .kernels.parameters import AppendIntegerScalars, AppendScalars, CombineScalars, DecodeScalars
 from .kernels.splits import SplitRule
@@ -23,6 +23,7 @@ from .kernels.variants import (
     compilable,
     covering,
     covering_few,
+    covering_folded,
     covering_many,
     covering_wide,
 )
@@ -183,6 +184,8 @@ def variants_of(problem: DecodeProblem) -> tuple[DecodeVariant, ...]:
     variants = (covering(*case) or compilable(*case)) if aligned else ()
     if problem.has_wide_kernels and problem.queries > 1 and problem.group_size > 1 and problem.rows > BLOCK_ROWS:
         variants = covering_wide(*case, problem.rows) or variants
+    if problem.has_wide_kernels and problem.rows <= FOLDED_ROWS and variants:
+        variants = covering_folded(*case) or variants
     if not variants:
         raise UnsupportedError(f"no kernel for heads of {problem.head_dim} over a cache of {problem.cache}")
     return variants
@@ -224,8 +227,8 @@ def plan_decode(problem: DecodeProblem) -> DecodePlan:
             variant = joining
     if problem.num_splits == MORE_WARPS and problem.has_wide_kernels and not wide:
         variant = covering_few(problem.dtype, problem.cache, problem.head_dim) or variant
-    if blocks * num_splits > MULTIPROCESSORS and problem.has_wide_kernels:
-        variant = covering_many(problem.dtype, problem.cache, problem.head_dim) or variant
+    if problem.has_wide_kernels:
+        variant = covering_many(variant, blocks * num_splits)
     combines = num_splits > variant.splits_per_block
     partial_rows = blocks * num_splits * BLOCK_ROWS if combines else 0
     if partial_rows >= MAX_PARTIAL_ROWS:

@@ -3,6 +3,7 @@
 ARCHS = ("80", "86", "89", "90a", "100f", "120f")
 TILE_KEYS = 16  # keys of one matrix product
 BLOCK_ROWS = 8  # rows of a thread block: queries x query heads of one KV head
+FOLDED_ROWS = 4  # at most, of a thread block whose second terms of weights lie in the columns of further rows
 INT4_PAGE = 64  # tokens of a page of an INT4 cache; keys are quantised per channel over a page
 COMBINE_SPLITS = 8  # splits that a warp of the combine kernel loads at once
 COMBINE_WARPS = 8  # of the combine kernel where there are more splits than that

@@ -79,6 +79,7 @@ class Decode(DecodeLoads, DecodeEpilogue):
     tiles: WarpTiles
     ctas_per_sm: int  # that the register count must allow
     pdl: bool
+    copies_queries: bool = False  # to shared memory, as they are; otherwise each warp loads them into registers
 
     @property
     def warps(self) -> int:
@@ -98,7 +99,7 @@ class Decode(DecodeLoads, DecodeEpilogue):
         """Percent of a multiprocessor's 228 KB that its CTAs need as shared memory; the rest is L1."""
         tiles = self.tiles
         block = 2048 + self.shared_bytes + self.warps * 2 * self.block_rows * 4
-        block += tiles.row_blocks * tiles.queries_in_shared * tiles.query_words * 128
+        block += tiles.row_blocks * tiles.queries_in_shared * tiles.operand_words * 128
         block += tiles.format.tail * (INT4_PAGE + BLOCK_ROWS) * 2 * tiles.head_dim
         return min(100, -(-100 * self.ctas_per_sm * block // (228 * 1024)))
 
@@ -201,8 +202,9 @@ class Decode(DecodeLoads, DecodeEpilogue):
         prefix = scalars.prefix_len
         if scalars.has_prefix_lens != 0:
             prefix = tensors.mPrefix[sequence]
-        for j in cutlass.range_constexpr(self.tiles.row_blocks):
-            self.load_queries(mQ, rQ[j], query_addresses[j], parts[j].count, lane)
+        if cutlass.const_expr(not self.copies_queries):
+            for j in cutlass.range_constexpr(self.tiles.row_blocks):
+                self.load_queries(mQ, rQ[j], query_addresses[j], parts[j].count, lane)
         tail_row = None
         if cutlass.const_expr(self.tiles.format.tail):
             length, tail_row = self.tiles.format.tail_of(extra, sequence, kv_head, length, scalars.appended)
@@ -222,6 +224,11 @@ class Decode(DecodeLoads, DecodeEpilogue):
             if start != expected_start:
                 for i in cutlass.range_constexpr(steps):
                     self.load_pages(rPages[i], pages, self.table_entries(pages, start, tile_idx + i * step, lane), end)
+            copied = [None for _ in parts]
+            if cutlass.const_expr(self.copies_queries):
+                for j in cutlass.range_constexpr(self.tiles.row_blocks):
+                    copied[j] = self.copy_queries(mQ, query_addresses[j], parts[j].count, warp, lane)
+                ptx.cp_async_commit()
             shared = cute.arch.get_dyn_smem(Float32, alignment=128)
             stages = self.stages_of(shared, warp)
             split = Split(start, end, (cutlass.max(end - start, 0) + TILE_KEYS - 1) // TILE_KEYS)
@@ -259,7 +266,9 @@ class Decode(DecodeLoads, DecodeEpilogue):
             )
             loads = Loads(shared, stages, rPages, rOffsets, pages, base, split)
             scoring, tail_source = Scoring(sVisible, scale, softcap), TailSource(tail_row, tail_ptr)
-            self.attend(rQ, loads, rows, scoring, results, extra, tail_source, warp, lane)
+            self.attend(
+                copied if self.copies_queries else rQ, loads, rows, scoring, results, extra, tail_source, warp, lane
+            )
 
     @cute.jit
     def stages_of(self, shared, warp):
@@ -328,7 +337,7 @@ class Decode(DecodeLoads, DecodeEpilogue):
     ):
         """Write VisibleWords of each row block. all_rows: queries x heads of the KV head."""
         if tid < self.block_rows:
-            row = cutlass.min(rows.first + tid, all_rows - 1)
+            row = cutlass.min(rows.first + self.row_of(tid), all_rows - 1)
             first, last = scores.window(seen.oldest + self.query_of(row, rows), scalars, seen.held)
             at, row_block = Int32(0), Int32(0)
             if cutlass.const_expr(self.tiles.row_blocks > 1):
@@ -360,16 +369,24 @@ class Decode(DecodeLoads, DecodeEpilogue):
         """The rows of a block over one split."""
         row_blocks = cutlass.const_expr(self.tiles.row_blocks)
         given, sQ, tail = [], [], None
+        if cutlass.const_expr(self.copies_queries):
+            ptx.cp_async_wait(self.tiles.num_stages)  # only the stages were filled later
         for j in cutlass.range_constexpr(row_blocks):
-            row_scale = self.convert_queries(rQ[j], extra)
+            row_scale = Float32(1.0)
+            if cutlass.const_expr(not self.copies_queries):
+                rTerms = None
+                if cutlass.const_expr(self.tiles.format.integer_queries):
+                    rTerms = cute.make_rmem_tensor(self.tiles.operand_words, Uint32)
+                row_scale = self.convert_queries(rQ[j], rTerms, extra)
             row_scales = [cute.arch.shuffle_sync(row_scale, lane % 4 * 8 + 4 * e) for e in range(2)]
-            scales = [scoring.scale * row_scale for row_scale in row_scales]
+            scales = [scores.finite(scoring.scale * row_scale) for row_scale in row_scales]
             given.append(ScoreScales(self.visible_of(scoring.sVisible, j), scales, scoring.softcap))
             if cutlass.const_expr(self.tiles.format.tail):
                 inverse = [ptx.int_as_float((254 << 23) - ptx.float_as_int(row_scale)) for row_scale in row_scales]
                 source = tail_source
                 tail = self.tiles.format.park_tail(source.row, source.rows_ptr, inverse, extra.is_bf16, warp, lane)
-            sQ.append(self.share_queries(rQ[j], j % self.tiles.warps, warp, lane))
+            operand = rTerms if cutlass.const_expr(self.tiles.format.integer_queries) else rQ[j]
+            sQ.append(self.share_queries(operand, j % self.tiles.warps, warp, lane))
         cute.arch.sync_threads()
         count = cutlass.const_expr(self.warps * self.block_rows)
         sMax = cute.make_tensor(cute.arch.alloc_smem(Float32, count, alignment=16), count)
@@ -414,13 +431,14 @@ class Decode(DecodeLoads, DecodeEpilogue):
     @cute.jit
     def share_queries(self, rQ, storing_warp: cutlass.Constexpr, warp, lane):
         """The queries in shared memory where registers do not hold them; the caller synchronises."""
-        if cutlass.const_expr(not self.tiles.queries_in_shared):
+        if cutlass.const_expr(not self.tiles.queries_in_shared or self.copies_queries):
             return rQ
         else:
-            words = cute.arch.alloc_smem(Uint32, self.tiles.query_words * 32, alignment=16)
-            sQ = cute.make_tensor(words + lane * 4, cute.make_layout((4, self.tiles.query_words // 4), stride=(1, 128)))
+            fours = cutlass.const_expr(self.tiles.operand_words // 4)
+            words = cute.arch.alloc_smem(Uint32, self.tiles.operand_words * 32, alignment=16)
+            sQ = cute.make_tensor(words + lane * 4, cute.make_layout((4, fours), stride=(1, 128)))
             if warp == storing_warp:
-                for i in cutlass.range_constexpr(self.tiles.query_words // 4):
+                for i in cutlass.range_constexpr(fours):
                     cute.autovec_copy(cute.local_tile(rQ, (4,), (i,)), sQ[None, i])
             return sQ
 
@@ -457,7 +475,6 @@ class Decode(DecodeLoads, DecodeEpilogue):
         rNextPages = loads.rPages[steps_ahead]
         for j in cutlass.range_constexpr(tiles.row_blocks):
             rStart[j].fill(0.0)
-            tiles.format.initial_scores(tiles, sQ[j], rStart[j])
             rOut[j].fill(0.0)
             rMax[j].fill(-Float32.inf)
             rSum[j].fill(0.0)

@@ -78,7 +78,7 @@ class DecodeEpilogue:
                 sums.sMax[warp * BLOCK_ROWS + 2 * t + odd] = rMax[odd]
                 sums.sSum[warp * BLOCK_ROWS + 2 * t + odd] = total
             self.tiles.format.dequantise_output(self.tiles, rOut, rSum, odd)
-            if 2 * t + odd < rows.count:
+            if self.row_of(2 * t + odd) < rows.count:
                 at = Int32(sums.sOut.iterator.toint()) + warp * self.tiles.warp_bytes + odd * 512 + lane * 16
                 for pair in cutlass.range_constexpr(self.tiles.head_dim // 32):
                     four = [ptx.float_as_int(rOut[8 * pair + odd + 2 * k]) for k in range(4)]
@@ -110,7 +110,7 @@ class DecodeEpilogue:
         lse = largest * (1.0 / LOG2_E) + ptx.log2_approx(total) * (1.0 / LOG2_E)
         rOut = cute.make_rmem_tensor(4 * self.units_per_warp, Float32)
         rOut.fill(0.0)
-        if row < rows.count:
+        if self.row_of(row) < rows.count:
             for n in cutlass.range_constexpr(self.units_per_warp):
                 pair = (n * warps + warp_in_split) // 2
                 if pair < self.tiles.head_dim // 32:
@@ -122,6 +122,9 @@ class DecodeEpilogue:
                             rOut[4 * n + k] = ptx.fma(weights[w], ptx.int_as_float(Int32(four[k])), rOut[4 * n + k])
                     for k in cutlass.range_constexpr(4):
                         rOut[4 * n + k] = rOut[4 * n + k] * factor
+        if cutlass.const_expr(self.tiles.folded):
+            for k in cutlass.range_constexpr(4 * self.units_per_warp):
+                rOut[k] += cute.arch.shuffle_sync_bfly(rOut[k], 2)
         whole = num_splits == 1
         writes = row < rows.count
         if cutlass.const_expr(self.splits_per_block > 1):
@@ -143,16 +146,19 @@ class DecodeEpilogue:
             out_row = ((Int64(rows.sequence) * mOut.shape[1] + query) * mOut.shape[2] + head) * head_dim
             out_address = mOut.iterator.toint() + 2 * out_row
             partial_address = results.mPartialOut.iterator.toint() + 4 * Int64(partial_row) * head_dim
-            units_per_chunk = cutlass.const_expr(self.tiles.value_dims // 4)
+            parts = cutlass.const_expr(self.tiles.dims_of_pair)
             for n in cutlass.range_constexpr(self.units_per_warp):
                 pair = (n * warps + warp_in_split) // 2
-                dim = (pair // units_per_chunk * 8 + g) * self.tiles.value_dims + pair % units_per_chunk * 4
-                if pair < self.tiles.head_dim // 32 and dim < head_dim:
-                    four = [rOut[4 * n + k] for k in range(4)]
-                    if whole:
-                        ptx.store_global(out_address + 2 * dim, self.rounded(four, extra))
-                    else:
-                        ptx.store_global(partial_address + 4 * dim, [ptx.float_as_int(x) for x in four])
+                for part in cutlass.range_constexpr(parts):
+                    dim = self.tiles.output_dim(pair, part, g)
+                    if pair < self.tiles.head_dim // 32 and dim < head_dim:
+                        four = [rOut[4 * n + k] for k in range(4)]
+                        own = cutlass.const_expr(slice(4 // parts * part, 4 // parts * (part + 1)))
+                        if whole:
+                            words = cutlass.const_expr(slice(2 // parts * part, 2 // parts * (part + 1)))
+                            ptx.store_global(out_address + 2 * dim, self.rounded(four, extra)[words])
+                        else:
+                            ptx.store_global(partial_address + 4 * dim, [ptx.float_as_int(x) for x in four[own]])
 
     @cute.jit
     def rounded(self, four, extra):

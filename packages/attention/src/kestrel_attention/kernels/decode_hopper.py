@@ -20,7 +20,7 @@ from .constants import BLOCK_ROWS, TILE_KEYS
 from .decode import Decode, Loads, Pages, Scoring, TailSource
 from .decode_epilogue import Results, Rows
 from .decode_loads import Split
-from .scores import LOG2_E, RESCALE_SLACK, soft_cap
+from .scores import LOG2_E, RESCALE_SLACK, finite, soft_cap
 from .tile import ScoreScales, VisibleWords, WarpTiles
 
 WARPGROUP_WARPS = 4
@@ -208,8 +208,9 @@ class DecodeWide(Decode):
         given = []
         g, t = lane // 4, lane % 4
         for j in cutlass.range_constexpr(tiles.row_blocks):
-            row_scale = self.convert_queries(rQ[j], extra)
-            scales = [scoring.scale * cute.arch.shuffle_sync(row_scale, t * 8 + 4 * e) for e in range(2)]
+            row_scale = self.convert_queries(rQ[j], None, extra)
+            row_scales = [cute.arch.shuffle_sync(row_scale, t * 8 + 4 * e) for e in range(2)]
+            scales = [finite(scoring.scale * x) for x in row_scales]
             given.append(ScoreScales(self.visible_of(scoring.sVisible, j), scales, scoring.softcap))
             if warp == j:
                 for m in cutlass.range_constexpr(tiles.query_words):

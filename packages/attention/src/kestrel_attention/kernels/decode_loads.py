@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Int64, Uint32, Uint64
 
 from kestrel_runtime.cute_dsl import ptx
 
-from .constants import TILE_KEYS
+from .constants import FOLDED_ROWS, TILE_KEYS
 from .decode_epilogue import Rows
 from .parameters import DecodeScalars, DecodeTensors
 from .tile import EXISTS, KEY_OFFSET, LOOKUP_WORDS, VALUE_OFFSET, WarpTiles
@@ -51,10 +51,14 @@ class DecodeLoads:
 
     # -- queries --------------------------------------------------------------------------------------------------
 
+    def row_of(self, column):
+        """The row that a column of the products with queries holds."""
+        return column % FOLDED_ROWS if self.tiles.folded else column
+
     @cute.jit
     def query_address(self, mQ, rows: Rows, lane) -> Int64:
         """The row of Q that lane (g, t) loads: row g."""
-        row = rows.first + cutlass.min(lane // 4, cutlass.max(rows.count - 1, 0))
+        row = rows.first + cutlass.min(self.row_of(lane // 4), cutlass.max(rows.count - 1, 0))
         query = self.query_of(row, rows)
         head = rows.kv_head * rows.group_size + row - query * rows.group_size
         offset = Int64(rows.sequence) * mQ.stride[0] + Int64(query) * mQ.stride[1] + Int64(head) * mQ.stride[2]
@@ -69,14 +73,32 @@ class DecodeLoads:
             dim = c * 4 * dims + lane % 4 * dims + part * 8
             for k in cutlass.range_constexpr(4):
                 rQ[4 * i + k] = Uint32(0)
-            if lane // 4 < num_rows and dim < mQ.shape[3]:
+            if self.row_of(lane // 4) < num_rows and dim < mQ.shape[3]:
                 loaded = ptx.load_global(address + 2 * dim, 4)
                 for k in cutlass.range_constexpr(4):
                     rQ[4 * i + k] = loaded[k]
 
     @cute.jit
-    def convert_queries(self, rQ, extra):
-        """Convert queries to f16 where keys become f16: times a power of two per row, whose inverse is returned."""
+    def copy_queries(self, mQ, address, num_rows, warp, lane):
+        """Start copying the B operands of Q' to shared memory; the warps take 16 bytes of each lane in turn."""
+        dims, fours = cutlass.const_expr((self.tiles.key_dims, self.tiles.query_words // 4))
+        words = cute.arch.alloc_smem(Uint32, self.tiles.query_words * 32, alignment=16)
+        for n in cutlass.range_constexpr(-(-fours // self.warps)):
+            i = n * self.warps + warp
+            if i < fours:
+                dim = i // (dims // 8) * (4 * dims) + lane % 4 * dims + i % (dims // 8) * 8
+                exists = self.row_of(lane // 4) < num_rows and dim < mQ.shape[3]
+                valid = cutlass.select_(exists, Int32(16), Int32(0))
+                offset = cutlass.select_(exists, dim, Int32(0))
+                ptx.cp_async(Int32(words.toint()) + i * 512 + lane * 16, address + 2 * offset, 16, valid)
+        return cute.make_tensor(words + lane * 4, cute.make_layout((4, fours), stride=(1, 128)))
+
+    @cute.jit
+    def convert_queries(self, rQ, rTerms, extra):
+        """Convert queries to f16 where keys become f16: times a power of two per row, whose inverse is returned.
+
+        rTerms: written instead where queries become 8-bit terms; a row that is not finite returns NaN.
+        """
         row_scale = Float32(1.0)
         if cutlass.const_expr(
             self.tiles.format.kind == "f16" and (extra is not None or self.dtype is cutlass.BFloat16)
@@ -97,7 +119,14 @@ class DecodeLoads:
             exponent = cutlass.max(exponent, goal + 1)
             factor = ptx.int_as_float((254 + goal - exponent) << 23)
             row_scale = ptx.int_as_float(cutlass.min(exponent + back, 254) << 23)
-            if cutlass.const_expr(extra is None):
+            if cutlass.const_expr(self.tiles.format.integer_queries):
+                limit = cutlass.select_(extra.is_bf16 != 0, Int32(0x7F80), Int32(0x7C00))
+                row_scale = cutlass.select_(largest >= limit, ptx.int_as_float(Int32(0x7FC00000)), row_scale)
+                if extra.is_bf16 != 0:
+                    self.integer_query_words(rQ, rTerms, factor, "bf16")
+                else:
+                    self.integer_query_words(rQ, rTerms, factor, "f16")
+            elif cutlass.const_expr(extra is None):
                 self.scale_query_words(rQ, factor, "bf16")
             else:
                 if extra.is_bf16 != 0:
@@ -105,6 +134,15 @@ class DecodeLoads:
                 else:
                     self.scale_query_words(rQ, factor, "f16")
         return row_scale
+
+    @cute.jit
+    def integer_query_words(self, rQ, rTerms, factor, kind: cutlass.Constexpr):
+        """Queries times a number, as 8-bit terms of four dims each."""
+        for i in cutlass.range_constexpr(self.tiles.query_words // 2):
+            values = [x * factor for k in range(2) for x in ptx.unpack_f32x2(rQ[2 * i + k], kind)]
+            words = self.tiles.format.integer_terms(values)
+            for term in cutlass.range_constexpr(len(words)):
+                rTerms[(i // 4 * len(words) + term) * 4 + i % 4] = words[term]
 
     @cute.jit
     def scale_query_words(self, rQ, factor, kind: cutlass.Constexpr):
@@ -189,4 +227,4 @@ class DecodeLoads:
             rOffset[words + VALUE_OFFSET] = block * pages.value_strides[0] + slot * pages.value_strides[1]
             rOffset[words + EXISTS] = Uint32(cute.arch.vote_ballot_sync(exists))
             at = cutlass.const_expr(LOOKUP_WORDS * self.tiles.lookups + i * self.tiles.format.scale_words)
-            self.tiles.format.load_scales(rOffset, at, pages.scales, exists, rPages[i], slot)
+            self.tiles.format.place_scales(rOffset, at, pages.scales, exists, rPages[i], slot)

@@ -1,11 +1,7 @@
-"""What a KV cache may hold, and how its words become operands of 16-bit matrix products; int4.py has INT4.
+"""What a KV cache may hold, and how its words become operands of 16-bit matrix products; see also int8.py and int4.py.
 
 Codes become f16, exactly. e5m2 is the high byte of f16. An integer n of up to 10 bits is n 2^-24 as the bits of a
-subnormal f16, and 1024 + n behind the exponent of 1024. Keys of INT8 are code + 128 as a subnormal, and scores start
-from minus the product of the queries with 128. Values are 1024 + code + 128, minus 1152.
-
-A key's scale multiplies its scores. The logarithm of a value's scale is added to the score before the maximum is taken,
-so that weights times scales fit f16 whatever the scales are.
+subnormal f16.
 """
 
 from __future__ import annotations
@@ -15,14 +11,12 @@ from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Uint32
 
 from kestrel_runtime.cute_dsl import numeric, ptx
 
 from .constants import TILE_KEYS
-from .parameters import HalfExtra, Int8Extra
-
-ONE = 0x3F800000  # the bits of 1.0
+from .parameters import HalfExtra
 
 
 def stored_type(cache: str, dtype: type[cutlass.Numeric]) -> type[cutlass.Numeric]:
@@ -44,14 +38,12 @@ class CacheFormat:
     sum_words: int = 2  # registers of a lane for sums over keys: the weights of rows 2t and 2t + 1 first
     page_per_step: bool = False  # a step takes one page, whose tiles are adjacent
     split_granularity: int = TILE_KEYS  # splits start at its multiples
+    integer_queries: bool = False  # which are the sum of 8-bit terms
     tail: bool = False  # the keys of an unfinished page lie in a buffer of their own
 
     def permute_queries(self, words):
         """Four words of queries, of consecutive dims, in the order in which key_operand takes the dims."""
         return words
-
-    def initial_scores(self, tiles, sQ, rStart) -> None:
-        """Write the value that scores start from into rStart, for rows 2t and 2t + 1."""
 
     def scale_addresses(self, extra, tiles, kv_head, lane):
         """Where the scales of this head lie."""
@@ -65,16 +57,8 @@ class CacheFormat:
         """The queries for the keys of a step and a power of two that their scores lack; writes rStart."""
         return sQ, None
 
-    def load_scales(self, rOffset, at, addresses, exists, block, offset) -> None:
-        """Start loading the scales of a key into ``scale_words`` registers; ones where there is no key."""
-
-    def key_scales(self, rOffset, at, source):
-        """The scales of keys g and g + 8, which lanes source and source + 8 looked up; empty without scales."""
-        return []
-
-    def value_scales(self, rOffset, at, source):
-        """The same for values, each with its zero or None."""
-        return []
+    def place_scales(self, rOffset, at, addresses, exists, block, slot) -> None:
+        """Write where the scales of a key lie into ``scale_words`` registers."""
 
     def dequantise_output(self, tiles, rOut, rSum, odd) -> None:
         """Bring a warp's sums over values, of rows 2t + odd, from the operands' to the codes' value."""
@@ -164,71 +148,3 @@ class E5m2(Fp8):
     def to_f16(self, word):
         """Four codes as two pairs of f16."""
         return self.to_high_bytes(word)
-
-
-@dataclass(frozen=True)
-class Int8(CacheFormat):
-    """A cache of INT8 codes with a scale per token and head."""
-
-    extra: ClassVar[type] = Int8Extra
-    bits: ClassVar[int] = 8
-    scale_words: ClassVar[int] = 2
-    exponent: ClassVar[int] = 24
-    finite: ClassVar[bool] = True
-
-    @cute.jit
-    def permute_queries(self, words):
-        """Of four dims the first with the third."""
-        return [ptx.prmt(words[i // 2 * 2], words[i // 2 * 2 + 1], (0x5410, 0x7632)[i % 2]) for i in range(4)]
-
-    @cute.jit
-    def key_operand(self, rPiece, at: cutlass.Constexpr, next_key: cutlass.Constexpr, i: cutlass.Constexpr):
-        a, b = rPiece[at + i], rPiece[at + next_key + i]
-        even = [(x ^ 0x00800080) & 0x00FF00FF for x in (a, b)]
-        odd = [((x >> 8) ^ 0x00800080) & 0x00FF00FF for x in (a, b)]
-        return *even, *odd
-
-    @cute.jit
-    def value_operand(self, words, i: cutlass.Constexpr):
-        selector = 0x7632 if cutlass.const_expr(i) else 0x5410
-        pairs = []
-        for k in cutlass.range_constexpr(2):
-            word = ptx.prmt(words[2 * k], words[2 * k + 1], selector)
-            for shifted in (word, word >> 8):
-                pair = (shifted & 0x00FF00FF) ^ 0x64806480
-                pairs.append(ptx.packed("add.rn.f16x2", pair, Uint32(0xE480E480)))
-        return pairs
-
-    @cute.jit
-    def initial_scores(self, tiles, sQ, rStart):
-        """Minus the product of the queries with codes of 128."""
-        start = [Float32(0.0)] * 4
-        for i in cutlass.range_constexpr(tiles.query_words // 4):
-            q = tiles.four_words(sQ, i)
-            for k in cutlass.range_constexpr(2):
-                start = ptx.mma_m16n8k16([Uint32(0x00800080)] * 4, (q[2 * k], q[2 * k + 1]), start, "f16")
-        for e in cutlass.range_constexpr(2):
-            rStart[e] = -start[e]
-
-    @cute.jit
-    def scale_addresses(self, extra, tiles, kv_head, lane):
-        return [
-            (mX.iterator.toint() + 4 * Int64(kv_head) * mX.stride[2], Uint32(mX.stride[0]), Uint32(mX.stride[1]))
-            for mX in (extra.mKeyScale, extra.mValueScale)
-        ]
-
-    @cute.jit
-    def load_scales(self, rOffset, at: cutlass.Constexpr, addresses, exists, block, offset):
-        for i in cutlass.range_constexpr(2):
-            base, block_stride, slot_stride = addresses[i]
-            address = base + 4 * Int64(Uint32(block) * block_stride + Uint32(offset) * slot_stride)
-            rOffset[at + i] = ptx.load_global_if(exists, address, ONE)
-
-    @cute.jit
-    def key_scales(self, rOffset, at: cutlass.Constexpr, source):
-        return [ptx.int_as_float(Int32(cute.arch.shuffle_sync(rOffset[at], source + 8 * h))) for h in range(2)]
-
-    @cute.jit
-    def value_scales(self, rOffset, at: cutlass.Constexpr, source):
-        words = [cute.arch.shuffle_sync(rOffset[at + 1], source + 8 * h) for h in range(2)]
-        return [(ptx.int_as_float(Int32(word)), None) for word in words]

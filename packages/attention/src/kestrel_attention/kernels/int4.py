@@ -109,6 +109,8 @@ class Int4(CacheFormat):
         zeros = rSum[2 + odd]
         for distance in cutlass.range_constexpr(3):
             zeros += cute.arch.shuffle_sync_bfly(zeros, 4 << distance)
+        if cutlass.const_expr(tiles.folded):
+            zeros = cutlass.select_(cute.arch.lane_idx() & 2 != 0, Float32(0.0), zeros)
         for i in cutlass.range_constexpr(tiles.output_tiles):
             for k in cutlass.range_constexpr(2):
                 rOut[4 * i + odd + 2 * k] = rOut[4 * i + odd + 2 * k] * (2.0**24, 2.0**20)[k] - zeros

@@ -29,6 +29,12 @@ def window(position: Int32, scalars, held: Int32):
 
 
 @cute.jit
+def finite(scale: Float32) -> Float32:
+    """A product of scales, at most 2^127 in magnitude: infinity times a score of 0 would be NaN."""
+    return ptx.fmax_nan(ptx.fmin_nan(scale, Float32(2.0**127)), Float32(-(2.0**127)))
+
+
+@cute.jit
 def soft_cap(x: Float32, softcap: Float32) -> Float32:
     """softcap * tanh(y), of x = 2 y log2(e); by a series where tanh is the difference of numbers near 1.
 

@@ -71,6 +71,7 @@ class WarpTiles:
     num_stages: int
     two_term_p: bool  # P as the sum of two 16-bit numbers
     row_blocks: int = 1  # of BLOCK_ROWS rows, for which keys and values are read once
+    folded: bool = False  # of at most 4 rows, which columns 4 to 7 repeat: these hold the second terms of P
 
     # -- sizes ----------------------------------------------------------------------------------------------------
 
@@ -140,6 +141,11 @@ class WarpTiles:
         return self.head_dim // 8
 
     @property
+    def operand_words(self) -> int:
+        """Of a lane's part of Q'."""
+        return self.query_words
+
+    @property
     def queries_in_shared(self) -> bool:
         return self.row_blocks * self.head_dim >= (128 if self.format.page_per_step else 256)
 
@@ -199,7 +205,12 @@ class WarpTiles:
         for tile in cutlass.range_constexpr(self.tiles_per_step):
             if tile_idx + tile * self.tile_stride < num_tiles:
                 self.load_tile(slice_idx, tile, stage_ptr, rOffset, base, lane)
+        if cutlass.const_expr(slice_idx == self.slices):
+            self.load_scales(stage_ptr, rOffset, base, tile_idx, num_tiles, lane)
         ptx.cp_async_commit()
+
+    def load_scales(self, stage_ptr, rOffset, base, tile_idx, num_tiles, lane) -> None:
+        """Start loading the scales of a step into a stage of values."""
 
     @cute.jit
     def load_tile(self, slice_idx: cutlass.Constexpr, tile: cutlass.Constexpr, stage_ptr, rOffset, base, lane):
@@ -354,10 +365,8 @@ class WarpTiles:
 
     @cute.jit
     def scales_of(self, tile: cutlass.Constexpr, stage_ptr, rNow, lane):
-        """Scales of keys g and g + 8 of a tile, and of their values with their zeros."""
-        at = cutlass.const_expr(LOOKUP_WORDS * self.lookups + tile // 2 * self.format.scale_words)
-        source = tile % 2 * TILE_KEYS + lane // 4
-        return self.format.key_scales(rNow, at, source), self.format.value_scales(rNow, at, source)
+        """Scales of keys g and g + 8 of a tile, and of their values with their zeros; empty without scales."""
+        return [], []
 
     @cute.jit
     def rescale(self, largest, rMax, rSum, rOut):
@@ -408,6 +417,16 @@ class WarpTiles:
 
     # -- output ---------------------------------------------------------------------------------------------------
 
+    @property
+    def dims_of_pair(self) -> int:
+        """Ranges of dims of a lane in two products: one of four dims, or two of two."""
+        return 1
+
+    def output_dim(self, pair, half, g):
+        """The first dim of a range."""
+        units_per_chunk = self.value_dims // 4
+        return (pair // units_per_chunk * 8 + g) * self.value_dims + pair % units_per_chunk * 4
+
     @cute.jit
     def mma_values(self, slice_idx: cutlass.Constexpr, stage_ptr, rScore, rNow, rOut, tile_idx, num_tiles, lane):
         """Add the weights times a slice of values to rOut; both of each row block."""
@@ -443,17 +462,22 @@ class WarpTiles:
         for half in cutlass.range_constexpr(2):
             x, y = rScore[4 * tile + 2 * half], rScore[4 * tile + 2 * half + 1]
             pair = ptx.pack_f32x2(x, y, self.format.kind)
-            p.append(ptx.movmatrix_trans(pair))
-            if cutlass.const_expr(self.two_term_p):
+            if cutlass.const_expr(self.folded):
                 low, high = ptx.unpack_f32x2(pair, self.format.kind)
-                rest.append(ptx.movmatrix_trans(ptx.pack_f32x2(x - low, y - high, self.format.kind)))
+                second = ptx.pack_f32x2(x - low, y - high, self.format.kind)
+                p.append(ptx.movmatrix_trans(cutlass.select_(cute.arch.lane_idx() & 2 != 0, second, pair)))
+            else:
+                p.append(ptx.movmatrix_trans(pair))
+                if cutlass.const_expr(self.two_term_p):
+                    low, high = ptx.unpack_f32x2(pair, self.format.kind)
+                    rest.append(ptx.movmatrix_trans(ptx.pack_f32x2(x - low, y - high, self.format.kind)))
         return p, rest
 
     @cute.jit
     def mma_output(self, a, p, rest, rOut, at: cutlass.Constexpr):
         c = [rOut[at + i] for i in range(4)]
         c = ptx.mma_m16n8k16(a, p, c, self.format.kind)
-        if cutlass.const_expr(self.two_term_p):
+        if cutlass.const_expr(len(rest) > 0):
             c = ptx.mma_m16n8k16(a, rest, c, self.format.kind)
         for i in cutlass.range_constexpr(4):
             rOut[at + i] = c[i]

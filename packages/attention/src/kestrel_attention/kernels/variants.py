@@ -8,7 +8,7 @@ from typing import Any
 
 from kestrel_runtime.cute_dsl.variants import capability, supports_pdl
 
-from .constants import ARCHS, BLOCK_ROWS, COMBINE_WARPS, TILE_KEYS
+from .constants import ARCHS, BLOCK_ROWS, COMBINE_WARPS, MULTIPROCESSORS, TILE_KEYS
 from .dtypes import DTYPES, EITHER, numeric_type
 from .prefill_variants import PREFILL_VARIANTS
 
@@ -35,8 +35,12 @@ class DecodeVariant:
     """Of BLOCK_ROWS rows, for which a thread block reads keys and values once."""
     wgmma_key_stages: int = 0
     """Of the stages, those of keys in a kernel of warpgroup products (decode_hopper.py); 0: another kernel."""
-    for_many: bool = False
-    """Faster than another variant in launches of more thread blocks than SMs, with equal results."""
+    folded: bool = False
+    """Of at most FOLDED_ROWS rows: the columns of further rows hold the second terms of weights."""
+    copies_queries: bool = False
+    """To shared memory, as they are."""
+    for_many: int = 0
+    """Faster than another variant in launches of more thread blocks than this, with equal results; 0: not so."""
     vector_loads: bool = True
     archs: tuple[str, ...] = ARCHS
 
@@ -48,7 +52,7 @@ class DecodeVariant:
     def name(self) -> str:
         warps = self.splits_per_block * self.warps
         rows = f"_r{self.rows}" if self.row_blocks > 1 else ""
-        many = "_many" if self.for_many else ""
+        many = ("_f" if self.folded else "") + ("_many" if self.for_many else "")
         return f"decode_{self.dtype}_{self.cache}_d{self.head_dim}{'p' if self.padded else ''}_w{warps}{rows}{many}"
 
     @property
@@ -64,7 +68,7 @@ class DecodeVariant:
 
     def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
         """The kernel object and the arguments to compile it with."""
-        from . import formats, int4
+        from . import formats, int4, int8
         from .decode import Decode
         from .tile import WarpTiles
 
@@ -73,7 +77,7 @@ class DecodeVariant:
             "same": lambda: formats.SameDtype(dtype),
             "e4m3": lambda: formats.E4m3(by_bits=capability(arch) < 89),
             "e5m2": formats.E5m2,
-            "int8": formats.Int8,
+            "int8": int8.Int8,
             "int4": int4.Int4,
         }
         warps, slices, num_stages, ctas_per_sm = self.warps, self.slices, self.num_stages, self.ctas_per_sm
@@ -83,7 +87,7 @@ class DecodeVariant:
             num_stages = min(num_stages, self.stages_in(92 * 1024, self.splits_per_block * warps, slices))
         if capability(arch) != 90:  # where these registers were counted
             ctas_per_sm = max(1, ctas_per_sm - 1)
-        tiles_of = int4.PageTiles if self.cache == "int4" else WarpTiles
+        tiles_of = {"int4": int4.PageTiles, "int8": int8.Int8Tiles}.get(self.cache, WarpTiles)
         kernel_of = Decode
         if self.wgmma_key_stages:
             from .decode_hopper import DecodeWide, WideTiles
@@ -99,8 +103,11 @@ class DecodeVariant:
             num_stages=num_stages,
             two_term_p=self.two_term_p,
             row_blocks=self.row_blocks,
+            folded=self.folded,
         )
-        kernel = kernel_of(dtype, self.splits_per_block, tiles, ctas_per_sm, supports_pdl(arch))
+        kernel = kernel_of(
+            dtype, self.splits_per_block, tiles, ctas_per_sm, supports_pdl(arch), copies_queries=self.copies_queries
+        )
         return kernel, kernel.arguments(self.cache)
 
 
@@ -194,6 +201,9 @@ class MergeVariant:
         return kernel, kernel.arguments()
 
 
+COPIED = {"ctas_per_sm": 1, "copies_queries": True, "vector_loads": False}
+
+
 def _decode_variants(dtype: str) -> tuple[DecodeVariant, ...]:
     """The CTAs per SM follow from the registers: 16 warps of 128, 12 of 168, or 8 of 255."""
 
@@ -214,14 +224,14 @@ def _decode_variants(dtype: str) -> tuple[DecodeVariant, ...]:
         of("same", 128, padded=True, warps=4, tiles_per_step=1, num_stages=4, ctas_per_sm=2),
         of("same", 256, warps=4, tiles_per_step=1, num_stages=6, ctas_per_sm=2, slices=2),
         of("same", 256, padded=True, warps=4, tiles_per_step=1, num_stages=6, ctas_per_sm=2, slices=2),
-        of("same", 512, warps=8, tiles_per_step=1, num_stages=3, ctas_per_sm=1, slices=2),
+        of("same", 512, warps=8, tiles_per_step=1, num_stages=3, slices=2, **COPIED),
     )
 
 
 QUANTISED = (
     DecodeVariant(EITHER, "int4", 128, padded=False, warps=4, tiles_per_step=4, num_stages=2, ctas_per_sm=2),
     DecodeVariant(EITHER, "int4", 64, padded=False, warps=4, tiles_per_step=4, num_stages=4, ctas_per_sm=3),
-    DecodeVariant(EITHER, "int8", 64, padded=False, warps=4, tiles_per_step=2, num_stages=3, ctas_per_sm=4),
+    DecodeVariant(EITHER, "int8", 64, padded=False, warps=4, tiles_per_step=1, num_stages=6, ctas_per_sm=4),
     DecodeVariant(EITHER, "int8", 128, padded=False, warps=8, tiles_per_step=1, num_stages=4, ctas_per_sm=2),
     DecodeVariant(EITHER, "int8", 256, padded=False, warps=4, tiles_per_step=1, num_stages=4, ctas_per_sm=2),
     DecodeVariant(EITHER, "e5m2", 64, padded=False, warps=4, tiles_per_step=2, num_stages=4, ctas_per_sm=4),
@@ -255,14 +265,28 @@ FEW = tuple(
     for dtype in DTYPES
 )
 
-# The same with fewer stages, for launches of more thread blocks than SMs; results are equal.
-MANY = (replace(QUANTISED[1], num_stages=2, for_many=True, archs=WIDE_ARCHS),)
+# Of at most FOLDED_ROWS rows.
+_of_few_rows = partial(DecodeVariant, padded=False, tiles_per_step=1, folded=True, archs=WIDE_ARCHS)
+FOLDED = (
+    *(_of_few_rows(dtype, "same", 256, warps=4, num_stages=6, ctas_per_sm=2, slices=2) for dtype in DTYPES),
+    *(_of_few_rows(dtype, "e4m3", 128, warps=8, num_stages=3, ctas_per_sm=2) for dtype in DTYPES),
+    _of_few_rows(EITHER, "int8", 64, warps=4, num_stages=6, ctas_per_sm=4),
+    _of_few_rows(EITHER, "int8", 128, warps=8, num_stages=3, ctas_per_sm=2),
+    replace(QUANTISED[0], num_stages=3, folded=True, archs=WIDE_ARCHS),
+)
+
+# With other numbers of stages, for launches of many thread blocks; results are equal.
+MANY = (
+    replace(QUANTISED[1], num_stages=2, for_many=MULTIPROCESSORS, archs=WIDE_ARCHS),
+    *(replace(v, num_stages=4, for_many=2 * MULTIPROCESSORS) for v in FOLDED if v.cache == "e4m3"),
+)
 
 VARIANTS = (
     *(variant for dtype in DTYPES for variant in _decode_variants(dtype)),
     *QUANTISED,
     *WIDE,
     *FEW,
+    *FOLDED,
     *MANY,
     *(CombineVariant(dtype, warps) for dtype in DTYPES for warps in (1, COMBINE_WARPS)),
     *(AppendVariant(dtype, cache) for dtype in DTYPES for cache in ("same", "e4m3")),
@@ -278,7 +302,7 @@ NAMED = {variant.name: variant for variant in VARIANTS}
 def covering(dtype: str, cache: str, head_dim: int) -> tuple[DecodeVariant, ...]:
     """The compiled decode variants for a head dimension, fewest warps first; their results are equal."""
     fitting = [v for v in VARIANTS if isinstance(v, DecodeVariant) and v.dtype in (dtype, EITHER) and v.cache == cache]
-    fitting = [v for v in fitting if v.row_blocks == 1 and v not in (*FEW, *MANY)]
+    fitting = [v for v in fitting if v.row_blocks == 1 and v not in (*FEW, *FOLDED, *MANY)]
     exact = tuple(v for v in fitting if v.head_dim == head_dim and not v.padded)
     return exact or tuple(v for v in fitting if v.padded and head_dim < v.head_dim)[:1]
 
@@ -294,9 +318,15 @@ def covering_few(dtype: str, cache: str, head_dim: int) -> DecodeVariant | None:
     return next((v for v in FEW if (v.dtype, v.cache, v.head_dim) == (dtype, cache, head_dim)), None)
 
 
-def covering_many(dtype: str, cache: str, head_dim: int) -> DecodeVariant | None:
-    """The compiled decode variant for more thread blocks than SMs, or None."""
-    return next((v for v in MANY if v.dtype in (dtype, EITHER) and (v.cache, v.head_dim) == (cache, head_dim)), None)
+def covering_folded(dtype: str, cache: str, head_dim: int) -> tuple[DecodeVariant, ...]:
+    """The compiled decode variant for at most FOLDED_ROWS rows of a KV head."""
+    return tuple(v for v in FOLDED if v.dtype in (dtype, EITHER) and (v.cache, v.head_dim) == (cache, head_dim))
+
+
+def covering_many(variant: DecodeVariant, thread_blocks: int) -> DecodeVariant:
+    """The compiled decode variant for so many thread blocks: the given one, or one with equal results."""
+    alike = (v for v in MANY if replace(variant, num_stages=v.num_stages, for_many=v.for_many, archs=v.archs) == v)
+    return next((v for v in alike if thread_blocks > v.for_many), variant)
 
 
 def compilable(dtype: str, cache: str, head_dim: int) -> tuple[DecodeVariant, ...]:
