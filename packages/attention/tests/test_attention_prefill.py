@@ -152,6 +152,33 @@ def test_a_call_takes_the_thread_blocks_that_end_first(head_dim, batch, how, row
     assert variant.ctas_per_sm == (2 if variant.block_rows == 64 else 1)
 
 
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        ({"head_dim": 72}, "full_d72_x2"),
+        ({"head_dim": 72, "batch": 2}, "full_d72_x3"),
+        ({"head_dim": 72, "batch": 13, "max_keys": 1}, "full_d72_x3"),
+        ({"head_dim": 64}, ""),
+        ({"head_dim": 80}, ""),
+        ({"head_dim": 72, "causal": True}, ""),
+        ({"head_dim": 72, "window_left": 5}, ""),
+        ({"head_dim": 72, "softcap": 2.0}, ""),
+        ({"head_dim": 72, "has_sinks": True}, ""),
+        ({"head_dim": 72, "softmax_scale": -1.0}, ""),
+        ({"head_dim": 72, "has_lengths": True}, ""),
+        ({"head_dim": 72, "packed_queries": True}, ""),
+        ({"head_dim": 72, "has_boxes": False}, ""),
+    ],
+    ids=str,
+)
+def test_dense_queries_that_see_every_key_have_a_kernel_for_the_heads_of_vision_encoders(how, name):
+    given = {"max_queries": 729, "max_keys": 729, "heads": 16, "kv_heads": 16, "has_boxes": True, "hopper": True}
+    plan = plan_prefill(problem(**given | how))
+    assert plan.variant.name.endswith(name) if name else "full" not in plan.variant.name
+    if name:
+        assert (plan.scalars.max_blocks, plan.scalars.has_counter, plan.scalars.num_splits) == (132, 0, 1)
+
+
 def test_packed_sequences_are_of_unknown_lengths():
     given = {"max_queries": 729, "max_keys": 729, "heads": 16, "kv_heads": 16, "has_boxes": True, "hopper": True}
     assert plan_prefill(problem(batch=2, packed_queries=True, **given)).variant.block_rows == 128

@@ -12,12 +12,14 @@ from kestrel_runtime import UnsupportedError
 from .kernels.constants import BOX_ROWS, LARGE_BOX_ROWS, MIN_SPLIT_TILES, PAST_ALL_BLOCKS, SPLIT_ROWS
 from .kernels.parameters import PrefillCombineScalars, PrefillScalars, PrefillWorksScalars
 from .kernels.prefill_variants import (
+    FullPrefillVariant,
     HopperPrefillVariant,
     Length,
     PrefillVariant,
     in_large_boxes,
     prefilling,
     prefilling_in_fp8,
+    prefilling_in_full,
     prefilling_on_hopper,
 )
 from .kernels.splits import prefill_split_limit
@@ -149,6 +151,9 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         by_32 = problem.in_order or not problem.has_block_table or problem.page_size % LARGE_BOX_ROWS == 0
         if variant is not None and variant.boxes and by_32:
             variant = in_large_boxes(variant)
+        if boxes and limit == 1 and sees_every_key(problem):
+            candidates = prefilling_in_full(problem.dtype, problem.head_dim)
+            variant = min(candidates, key=lambda v: estimated_tiles(problem, v), default=variant)
         variant = variant or prefilling(*case, short)
     if variant is None:
         raise UnsupportedError(f"no kernel for many queries with heads of {problem.head_dim} over {problem.cache} keys")
@@ -175,7 +180,7 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
     # A persistent kernel gains by loading the next queries ahead, for which it needs a second or an early free buffer.
     ahead = isinstance(variant, HopperPrefillVariant) and (variant.query_buffers > 1 or variant.early)
     ahead = ahead and variant.ctas_per_sm == 1 and blocks > GRID_WAVES * MULTIPROCESSORS
-    persistent = ahead or (is_hopper and listing.works > 0)
+    persistent = ahead or (is_hopper and listing.works > 0) or isinstance(variant, FullPrefillVariant)
     left = -1 if problem.window_left > UNBOUNDED else problem.window_left
     right = -1 if problem.window_right > UNBOUNDED else problem.window_right
     unequal = problem.causal or left >= 0 or right >= 0 or problem.packed_queries
@@ -241,6 +246,17 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         PrefillWorksScalars(**of_works),
         splits.partial_rows,
     )
+
+
+def sees_every_key(problem: PrefillProblem) -> bool:
+    """Whether keys are dense, every query sees all of them, and scores change by a scale above 0 alone."""
+    dense = not (problem.packed_queries or problem.key_starts or problem.has_lengths or problem.has_block_table)
+    of_window = (problem.window_left, problem.window_right)
+    bounded = problem.causal or any(0 <= side <= UNBOUNDED for side in of_window)
+    scaled = problem.q_scale_heads or problem.k_scale_heads or problem.v_scale_heads or problem.has_sinks
+    positive = problem.softmax_scale is None or problem.softmax_scale > 0
+    plain = problem.hopper and problem.cache == "same" and problem.max_keys > 0
+    return plain and dense and positive and not (bounded or scaled or problem.softcap)
 
 
 def estimated_tiles(problem: PrefillProblem, variant: HopperPrefillVariant) -> float:

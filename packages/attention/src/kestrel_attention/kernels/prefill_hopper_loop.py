@@ -62,16 +62,17 @@ class HopperLoop(HopperProducer):
         self.fence_copies()
         self.start_scores(queries, pipe.keys + stage * self.tile_bytes, rScore)
         tile = self.tile_at(work, hidden_first)
-        hidden, rare = self.changes_of(pipe, scalars, visible, tile, at, lane)
+        plain = self.plain_tiles(scalars, visible)
+        changes = self.foresee(pipe, scalars, visible, plain, tile, at, lane)
         hopper.wgmma_wait(0)
         self.order(rScore)
         self.release(pipe.keys_empty, stage, lane)
-        self.change_tile(pipe, scalars, visible, work, rScore, tile, at, hidden, rare, lane)
+        self.change(pipe, scalars, visible, work, rScore, tile, at, changes, lane)
         if cutlass.const_expr(self.lazy_rescale):  # as for rows that see no key before a later tile: bits are the same
             rTile.fill(0.0)
             self.scale_scores(rScore, sums, scale)
             self.move_bases(rScore, sums, rTile, scale)
-            self.weigh_by_last_base(rScore, rP, sums, rTile)
+            self.weigh_by_last_base(rScore, rP, sums, rTile, scale)
             for r in cutlass.range_constexpr(2):
                 sums.rSum[r] += rTile[r]
         else:
@@ -91,7 +92,7 @@ class HopperLoop(HopperProducer):
             self.take_turn(warpgroup)
             self.start_scores(queries, pipe.keys + stage * self.tile_bytes, rScore)
             tile = self.tile_at(work, n)
-            hidden, rare = self.changes_of(pipe, scalars, visible, tile, at, lane)
+            changes = self.foresee(pipe, scalars, visible, plain, tile, at, lane)
             hopper.mbarrier_wait(pipe.values_full + 8 * last_stage, last_parity)
             self.fence_copies()
             self.start_output(pipe.values + last_stage * self.tile_bytes, rP, rOut)
@@ -99,7 +100,7 @@ class HopperLoop(HopperProducer):
             hopper.wgmma_wait(1)
             self.order(rScore)
             self.release(pipe.keys_empty, stage, lane)
-            self.change_tile(pipe, scalars, visible, work, rScore, tile, at, hidden, rare, lane)
+            self.change(pipe, scalars, visible, work, rScore, tile, at, changes, lane)
             if cutlass.const_expr(self.lazy_rescale):
                 self.scale_scores(rScore, sums, scale)
                 hopper.wgmma_wait(0)
@@ -107,7 +108,7 @@ class HopperLoop(HopperProducer):
                 self.release(pipe.values_empty, last_stage, lane)
                 tries = Int32(0)
                 while tries < 2:
-                    moves = self.weigh_by_last_base(rScore, rP, sums, rTile)
+                    moves = self.weigh_by_last_base(rScore, rP, sums, rTile, scale)
                     tries = cutlass.select_(moves, tries + 1, Int32(2))
                     for _ in cutlass.range(once_if(tries == 1), unroll=1):
                         self.move_bases(rScore, sums, rTile, scale)
@@ -216,12 +217,44 @@ class HopperLoop(HopperProducer):
             following = cutlass.select_(warpgroup + 1 < self.consumers, warpgroup + 1, Int32(0))
             hopper.named_barrier_arrive(TURN_BARRIER + following, 256)
 
+    @property
+    def keeps_scores(self) -> bool:
+        """Scores are scaled as weights are computed, and what of them changes is found where any do. Heads of 256 are
+        slower with it."""
+        return self.lazy_rescale and self.head_dim <= 128
+
+    @cute.jit
+    def plain_tiles(self, scalars, visible: Visible):
+        """Of tiles whose keys exist, scores stay as they are from the first of these to the second, and below the
+        third."""
+        found = [Int32(0)] * 3
+        if cutlass.const_expr(self.keeps_scores):
+            capped = scalars.softcap > 0.0
+            first = (visible.first + (self.key_tile - 1)) // self.key_tile
+            last = cutlass.select_(capped, Int32(0), visible.last // self.key_tile)
+            prefix = cutlass.select_(capped, Int32(0), visible.prefix // self.key_tile)
+            found = [cute.arch.make_warp_uniform(x) for x in (first, last, prefix)]
+        return found
+
+    @cute.jit
+    def foresee(self, pipe: Pipe, scalars, visible: Visible, plain, tile, at, lane):
+        """What is known of the changes of a tile's scores ahead of them: trip counts of loops. It needs full keys.
+
+        The vote keeps the compiler from computing it behind the scores.
+        """
+        if cutlass.const_expr(self.keeps_scores):
+            first, last, prefix = plain
+            ring = pipe.exists + 4 * self.warps * (at % (2 * self.num_stages))
+            exists = ptx.load_shared(ring + 4 * (lane % self.warps), 1)[0]
+            missing = cute.arch.vote_any_sync(exists != self.all_rows)
+            seen = (tile >= first and tile < last) or tile < prefix
+            return [once_if(missing or not seen)]
+        else:
+            return self.changes_of(pipe, scalars, visible, tile, at, lane)
+
     @cute.jit
     def changes_of(self, pipe: Pipe, scalars, visible: Visible, tile, at, lane):
-        """What the scores of a tile need, as trip counts of two loops: hide_last, change_scores, or neither.
-
-        It needs the full keys, not their scores. The votes keep the compiler from computing it behind the scores.
-        """
+        """What the scores of a tile need, as trip counts of two loops: hide_last, change_scores, or neither."""
         each = cutlass.const_expr(self.loaded_rows)
         first_key = tile * self.key_tile
         loader = lane % self.warps
@@ -235,8 +268,18 @@ class HopperLoop(HopperProducer):
         return once_if(changed and not rare), once_if(changed and rare)
 
     @cute.jit
+    def change(self, pipe, scalars, visible: Visible, work: Work, rScore, tile, at, changes, lane):
+        """Cap scores, and hide those of keys that a row does not see, as foresee() has found."""
+        if cutlass.const_expr(self.keeps_scores):
+            for _ in cutlass.range(changes[0], unroll=1):
+                kinds = self.changes_of(pipe, scalars, visible, tile, at, lane)
+                self.change_tile(pipe, scalars, visible, work, rScore, tile, at, *kinds, lane)
+        else:
+            self.change_tile(pipe, scalars, visible, work, rScore, tile, at, *changes, lane)
+
+    @cute.jit
     def change_tile(self, pipe, scalars, visible: Visible, work: Work, rScore, tile, at, hidden, rare, lane):
-        """Cap scores, and hide those of keys that a row does not see, as changes_of has found."""
+        """The same, as changes_of has found."""
         for zero in cutlass.range(hidden, unroll=1):
             self.hide_last(rScore, visible, scalars, tile * self.key_tile, lane, zero)
         for _ in cutlass.range(rare, unroll=1):
@@ -391,21 +434,25 @@ class HopperLoop(HopperProducer):
 
     @cute.jit
     def scale_scores(self, rScore, sums: Sums, scale):
-        """Scores become binary logarithms of weights."""
+        """Scores become binary logarithms of weights, where they are not kept."""
         for r in cutlass.range_constexpr(2):
             base = -self.log2_unit(sums.rMax[r], scale[r])
-            for n in cutlass.range_constexpr(self.key_tile // 8):
+            for n in cutlass.range_constexpr(0 if self.keeps_scores else self.key_tile // 8):
                 for e in cutlass.range_constexpr(2):
                     i = cutlass.const_expr(4 * n + 2 * r + e)
                     rScore[i] = ptx.fma(rScore[i], scale[r], base)
 
     @cute.jit
-    def weigh_by_last_base(self, rScore, rP, sums: Sums, rTile):
+    def weigh_by_last_base(self, rScore, rP, sums: Sums, rTile, scale):
         """Weights in rP and their sums in rTile; whether a base of the warp's rows must move."""
+        bases = [-self.log2_unit(sums.rMax[r], scale[r]) for r in range(2)]
         totals = [Float32(0.0)] * 4
         for n in cutlass.range_constexpr(self.key_tile // 8):
             for r in cutlass.range_constexpr(2):
-                pair = [ptx.exp2_approx(rScore[4 * n + 2 * r + e]) for e in range(2)]
+                pair = [rScore[4 * n + 2 * r + e] for e in range(2)]
+                if cutlass.const_expr(self.keeps_scores):
+                    pair = [ptx.fma(x, scale[r], bases[r]) for x in pair]
+                pair = [ptx.exp2_approx(x) for x in pair]
                 for e in cutlass.range_constexpr(2):
                     totals[2 * r + e] += pair[e]
                 rP[2 * n + r] = ptx.pack_f32x2(pair[0], pair[1], self.product_kind)
@@ -428,17 +475,23 @@ class HopperLoop(HopperProducer):
             for distance in cutlass.range_constexpr(1, 3):  # lanes of the row
                 in_row = in_row | cute.arch.shuffle_sync_bfly(in_row, distance)
                 highest = ptx.fmax(highest, cute.arch.shuffle_sync_bfly(highest, distance))
-            moves = in_row != 0 and highest > -Float32.inf
             before = sums.rMax[r]
-            unit = self.log2_unit(before, scale[r])
-            base = cutlass.select_(moves, (highest + unit) * ptx.rcp_approx(scale[r]), before)
-            shift = cutlass.select_(moves, self.log2_unit(base, scale[r]) - unit, Float32(0.0))
-            factor = ptx.exp2_approx(cutlass.select_(before == -Float32.inf, Float32(0.0), -shift))
+            base, factor, shift = before, Float32(1.0), Float32(0.0)
+            if cutlass.const_expr(self.keeps_scores):
+                base = cutlass.select_(in_row != 0, highest, before)
+                factor = ptx.exp2_approx((before - base) * scale[r])
+                factor = cutlass.select_(before == base, Float32(1.0), factor)
+            else:
+                moves = in_row != 0 and highest > -Float32.inf
+                unit = self.log2_unit(before, scale[r])
+                base = cutlass.select_(moves, (highest + unit) * ptx.rcp_approx(scale[r]), before)
+                shift = cutlass.select_(moves, self.log2_unit(base, scale[r]) - unit, Float32(0.0))
+                factor = ptx.exp2_approx(cutlass.select_(before == -Float32.inf, Float32(0.0), -shift))
             sums.rMax[r] = base
             sums.rSum[r] *= factor
-            for i in cutlass.range_constexpr(self.head_dim // 4):
+            for i in cutlass.range_constexpr(self.output_dims // 4):
                 sums.rOut[4 * (i // 2) + 2 * r + i % 2] *= factor
-            for n in cutlass.range_constexpr(self.key_tile // 8):
+            for n in cutlass.range_constexpr(0 if self.keeps_scores else self.key_tile // 8):
                 for e in cutlass.range_constexpr(2):
                     rScore[4 * n + 2 * r + e] -= shift
 

@@ -210,6 +210,41 @@ class Fp8PrefillVariant(HopperPrefillVariant):
 
 
 @dataclass(frozen=True)
+class FullPrefillVariant(HopperPrefillVariant):
+    """Dense queries that see every key (prefill_full.py), for heads of 65 to 72."""
+
+    @property
+    def name(self) -> str:
+        return f"prefill_{self.dtype}_full_d72_x{self.consumers}"
+
+    @property
+    def packs(self) -> bool:
+        return False
+
+    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel object and the arguments to compile it with."""
+        from .prefill_full import PrefillFull
+
+        kernel = PrefillFull(
+            dtype=numeric_type(self.dtype),
+            head_dim=80,
+            key_tile=self.key_tile,
+            warps=4,
+            row_tiles=1,
+            num_stages=self.num_stages,
+            pdl=supports_pdl(arch),
+            codes=False,
+            consumers=self.consumers,
+            query_buffers=self.query_buffers,
+            producer_registers=self.producer_registers,
+            consumer_registers=self.consumer_registers,
+            boxes=True,
+            turns=self.consumers > 1,
+        )
+        return kernel, kernel.arguments()
+
+
+@dataclass(frozen=True)
 class PrefillTransposeVariant:
     """Transposes e4m3 values ahead of prefill (prefill_transpose.py)."""
 
@@ -424,7 +459,17 @@ PREFILL_FP8 = (
     ),
 )
 
+# Of the kernels for queries that see every key, by consumer warpgroups.
+OF_FULL: dict[int, dict[str, Any]] = {2: OF_128, 3: {"producer_registers": 32, "consumer_registers": 160}}
+
+PREFILL_FULL = tuple(
+    FullPrefillVariant(dtype, 80, key_tile=96, num_stages=4, boxes=True, consumers=n, **OF_FULL[n])
+    for dtype in DTYPES
+    for n in (2, 3)
+)
+
 PREFILL_VARIANTS = (
+    *PREFILL_FULL,
     PrefillTransposeVariant(),
     *(DequantiseVariant(cache) for cache in ("int8", "int4", "fp8", "same")),
     *PREFILL,
@@ -447,6 +492,11 @@ def prefilling_on_hopper(
     """The compiled variant with warpgroup matrix products for a head dimension, or None. boxes: see there."""
     fitting = [v for v in PREFILL_HOPPER if v.dtype == dtype and v.cache == cache and v.box_rows == BOX_ROWS]
     return _fitting([v for v in fitting if boxes or not v.boxes], head_dim, length, boxes)
+
+
+def prefilling_in_full(dtype: str, head_dim: int) -> list[FullPrefillVariant]:
+    """Those for dense queries that see every key, with equal results: thread blocks of two sizes."""
+    return [v for v in PREFILL_FULL if v.dtype == dtype and 64 < head_dim <= 72]
 
 
 def in_large_boxes(variant: HopperPrefillVariant) -> HopperPrefillVariant:

@@ -1,0 +1,81 @@
+"""Dense queries that see every key, in heads of 72, on a GPU: a kernel of their own, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from decode_oracle import same_bits
+from prefill_gpu import (
+    DTYPES,
+    each_kernel,  # noqa: F401
+    launches_of,
+    random,
+)
+from prefill_oracle import assert_exact, exact_attention
+
+from kestrel_attention import flash_attn_func, prefill
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
+
+HEADS = 36  # with two blocks of 128 queries enough thread blocks for a launch without splits
+KINDS = {
+    "normal": lambda k: k,
+    "rising": lambda k: k * torch.linspace(0, 30, k.shape[1], device="cuda")[None, :, None, None].to(k.dtype),
+    "falling": lambda k: k * torch.linspace(30, 0, k.shape[1], device="cuda")[None, :, None, None].to(k.dtype),
+    "large": lambda k: 20 * k,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("keys", [1, 57, 64, 65, 96, 97, 160, 161, 192, 729, 1024, 1500])
+def test_any_number_of_keys_fills_its_tiles(keys, dtype):
+    torch.manual_seed(0)
+    q = random(2, 200, HEADS, 72, dtype=dtype)
+    k, v = (random(2, keys, HEADS // 4, 72, dtype=dtype) for _ in range(2))
+    out, lse = flash_attn_func(q, k, v, return_lse=True)
+    for b in range(2):
+        assert_exact(out[b], lse[b], exact_attention(q[b], k[b], v[b]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", [1, 12])
+def test_the_base_of_weights_moves_where_scores_grow(batch, kind):
+    torch.manual_seed(0)
+    q, k, v = (random(batch, 729, 16, 72, dtype=torch.bfloat16) for _ in range(3))
+    k = KINDS[kind](k)
+    out, lse = flash_attn_func(q, k, v, return_lse=True)
+    for b in {0, batch - 1}:
+        assert_exact(out[b], lse[b], exact_attention(q[b], k[b], v[b]))
+
+
+@pytest.mark.parametrize("queries", [129, 191, 192, 193, 385, 729])
+def test_nothing_is_written_past_the_last_query(queries):
+    torch.manual_seed(0)
+    q = random(3, queries, HEADS, 72, dtype=torch.bfloat16)
+    k, v = (random(3, 300, HEADS // 2, 72, dtype=torch.bfloat16) for _ in range(2))
+    memory = torch.full((q.numel() + 2**17,), 7.0, dtype=torch.bfloat16, device="cuda")
+    out = memory[: q.numel()].view(q.shape)
+    returned, lse = flash_attn_func(q, k, v, out=out, return_lse=True)
+    assert returned.data_ptr() == memory.data_ptr()
+    assert bool((memory[q.numel() :] == 7).all())
+    for b in range(3):
+        assert_exact(out[b], lse[b], exact_attention(q[b], k[b], v[b]))
+
+
+def test_slices_of_a_fused_qkv_give_the_bits_of_contiguous_tensors():
+    torch.manual_seed(0)
+    qkv = random(2, 729, 3, 16, 72, dtype=torch.bfloat16)
+    want = flash_attn_func(*(x.contiguous() for x in qkv.unbind(2)), return_lse=True)
+    assert same_bits(flash_attn_func(*qkv.unbind(2), return_lse=True), want)
+
+
+def test_dense_calls_take_the_kernel_and_others_do_not(monkeypatch):
+    if not prefill.USE_HOPPER:
+        pytest.skip("the kernel is one of Hopper")
+    launches = launches_of(monkeypatch, prefill)
+    q, k, v = (random(1, 200, HEADS, 72, dtype=torch.bfloat16) for _ in range(3))
+    flash_attn_func(q, k, v, softmax_scale=0.123)
+    assert [name.split("_")[2] for name in launches.taken()] == ["full"]
+    for how in ({"causal": True}, {"window_size": (5, -1)}, {"softcap": 3.0}, {"softmax_scale": -0.123}):
+        flash_attn_func(q, k, v, **how)
+        assert "full" not in launches.taken()[0].split("_")
