@@ -81,6 +81,33 @@ def test_a_score_of_zero_is_zero_however_large_its_scale(size, queries_in):
     assert same_bits(got, flash_attn_func(q, k, v, return_lse=True))
 
 
+@pytest.mark.parametrize("kind", ["rising", "falling", "spikes", "rows"])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_weights_over_codes_that_outgrow_their_base_are_those_of_float64(size, kind):
+    """f16 flushes weights below 2^-31 of the largest, which counts where the values of larger ones are 0."""
+    if not prefill.USE_HOPPER:
+        pytest.skip("the weights of the portable kernel are bf16 or f16, as over keys of 16 bits")
+    torch.manual_seed(0)
+    q = random(4, 300, 16, size, dtype=torch.bfloat16)
+    k, v = (random(4, 520, 4, size, dtype=torch.bfloat16) for _ in range(2))
+    steps = torch.linspace(0, 25, 520, device="cuda")
+    if kind == "rows":  # of which few move
+        q[:, 5::16] *= 20
+    elif kind == "spikes":
+        k[:, 130::97] *= 30
+    else:
+        k *= (steps if kind == "rising" else steps.flip(0)).bfloat16()[:, None, None]
+    k, v = (codes_of(x, torch.float8_e4m3fn) for x in (k, v))
+    out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
+    for b in (0, 3):
+        exact = exact_attention(q[b], k[b].to(q.dtype), v[b].to(q.dtype), causal=True)
+        lost = 2**-31 * v[b].double().abs().sum(0).repeat_interleave(4, 0)
+        assert_exact(out[b], lse[b], exact._replace(bound=exact.bound + lost))
+        one = slice(b, b + 1)
+        alone = flash_attn_func(q[one], k[one], v[one], causal=True, return_lse=True)
+        assert same_bits(alone, (out[one], lse[one]))
+
+
 @pytest.mark.parametrize("queries_in", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("size", [64, 128])
 def test_nan_stays_in_its_row_or_head(size, queries_in):

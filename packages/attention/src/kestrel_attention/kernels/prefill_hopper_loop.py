@@ -37,13 +37,13 @@ class HopperLoop(HopperProducer):
 
     @property
     def lazy_rescale(self) -> bool:
-        """The base of weights is that of the tiles before, and rarely moves; over codes each tile searches its own."""
-        return not self.codes
+        """Weights are relative to the base of the tiles before, which rarely moves; else each tile searches its own."""
+        return not self.codes or self.head_dim <= 128
 
     @property
     def most_of_tile(self) -> float:
         """A thread's sum of the weights of a row in a tile, from which on its base moves: none of them is larger."""
-        return 2.0**self.rescale_slack
+        return 2.0 ** (self.rescale_slack + self.weight_exponent)
 
     @cute.jit
     def main_loop(self, pipe: Pipe, scalars, work: Work, visible: Visible, sQ, used, scale, sums: Sums, lane):
