@@ -95,7 +95,7 @@ class Call:
         exists, block, slot = self.places(b)
         k, v = (bits(self.caches[name])[block, slot].view(self.caches[name].dtype) for name in ("k_cache", "v_cache"))
         of = {name: x for name, x in self.caches.items() if name not in ("k_cache", "v_cache")}
-        if self.kind == "int8":  # the kernel adds 128 to the codes of keys
+        if self.kind == "int8":  # the kernel rounds queries by their largest element, whatever the code beside it
             k_scale, v_scale = (of[name][block, slot, :, None].double() for name in ("k_scale", "v_scale"))
             keys, values, terms = k.double() * k_scale, v.double() * v_scale, (256 * k_scale.abs()).expand(k.shape)
         elif self.kind == "int4":

@@ -38,6 +38,14 @@ def test_head_sizes(size, queries, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "queries"), [(2, 2, 1), (6, 2, 1), (8, 2, 1), (4, 2, 2), (2, 2, 4)])
+@pytest.mark.parametrize("size", [128, 256])
+def test_up_to_four_rows_of_a_kv_head(size, heads, kv_heads, queries, dtype, kind):
+    check(made(kind, heads, kv_heads, size, 16, (0, 1, 54, 300, 2000), queries, dtype), causal=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("queries", [1, 3, 16])
 @pytest.mark.parametrize(
     "how",

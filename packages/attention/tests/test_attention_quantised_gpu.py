@@ -165,6 +165,14 @@ def test_int8_scales_of_values_below_2_to_the_minus_100_cost_2_to_the_minus_117_
     assert value_size > 0 or not out.any()
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "queries"), [(2, 2, 1), (6, 2, 1), (8, 2, 1), (4, 2, 2), (2, 2, 4)])
+@pytest.mark.parametrize("size", [64, 128])
+def test_up_to_four_rows_of_a_kv_head(size, heads, kv_heads, queries, dtype, kind):
+    check(made(kind, heads, kv_heads, size, 16, (0, 1, 54, 300, 2000), queries, dtype), causal=True)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("rise", [7, 9])
 @pytest.mark.parametrize("queries", [1, 3])
