@@ -220,8 +220,8 @@ class HopperLoop(HopperProducer):
     @property
     def keeps_scores(self) -> bool:
         """Scores are scaled as weights are computed, and what of them changes is found where any do. Heads of 256 are
-        slower with it."""
-        return self.lazy_rescale and self.head_dim <= 128
+        slower with it; over codes it is not measured."""
+        return self.lazy_rescale and self.head_dim <= 128 and not self.codes
 
     @cute.jit
     def plain_tiles(self, scalars, visible: Visible):
