@@ -129,7 +129,9 @@ def test_measured_layers_take_their_plan_within_its_range(tokens: int, outputs: 
     ("tokens", "outputs", "kernel", "with_erf"),
     [
         (32, 4304, Kernel.STREAM, Kernel.STREAM),
-        (33, 4304, Kernel.VENDOR_EPILOGUE, Kernel.COOPERATIVE),
+        (33, 4304, Kernel.COOPERATIVE, Kernel.COOPERATIVE),
+        (449, 4304, Kernel.VENDOR_EPILOGUE, Kernel.COOPERATIVE),
+        (33, 4608, Kernel.VENDOR_EPILOGUE, Kernel.COOPERATIVE),
         (256, 4304, Kernel.COOPERATIVE, Kernel.COOPERATIVE),
         (1458, 4304, Kernel.VENDOR_EPILOGUE, Kernel.COOPERATIVE),
         (4096, 4304, Kernel.PING_PONG, Kernel.PING_PONG),

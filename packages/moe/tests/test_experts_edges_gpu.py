@@ -116,8 +116,8 @@ def test_an_fp8_row_with_inf_is_that_of_the_reference_and_changes_no_other(
         assert torch.equal(mine.isnan(), theirs.isnan()), f"NaN in row {row}"
         assert torch.equal(mine.isinf(), theirs.isinf()), f"inf in row {row}"
         finite = theirs.isfinite()
-        # Codes of the hidden layer that differ by rounding change by 2^-3 of their value. A row has few of them, so they
-        # are allowed 2^-4 of its squared norm. Without the element of inf a row would be off by some 0.2.
+        # Codes of the hidden layer that differ by rounding change by 2^-3 of their value. They are allowed 2^-4 of a
+        # row's squared norm. Without the element of inf a row would be off by some 0.2.
         limit = 2**-8 + 2**-3 * 2**-2
         assert (mine[finite] - theirs[finite]).norm() <= limit * theirs[finite].norm(), f"row {row}"
 

@@ -53,9 +53,9 @@ bool launch_linear(LinearParams p, DLDevice device) {
     groups = sms / slices - (slices > 2 && bytes(slices, 2) > half ? sms / slices / 8 : 0);
     groups = std::max(1, std::min(p.tiles, groups));
   }
-  // So it is for weights of about 4096 x 4096, of which one CTA for each SM has a part.
+  // So it is for long rows of some 4096 outputs, where one CTA for each SM has a part of a tile.
   const bool one_per_sm = slices < kMaxSlices && p.tiles * slices <= sms;
-  if (TOKEN_TILES == 2 && major == 9 && one_per_sm && p.width > 3584 && p.width <= 4608) return false;
+  if (TOKEN_TILES == 2 && major == 9 && one_per_sm && p.width >= 3072) return false;
   if (bytes(slices, p.buffers) > limit || (!clusters && p.tiles < sms / 2)) return false;
   p.slices = slices;
   if constexpr (TOKEN_TILES == 2) {  // one more stage, where two CTAs still share an SM

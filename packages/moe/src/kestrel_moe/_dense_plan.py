@@ -71,8 +71,8 @@ _WIDE = ((1409, 1536, Plan(Kernel.COOPERATIVE, 208, 2)),)
 # Where the vendor's product with its epilogue is faster: results/h200_dense_vendor.json. With GELU, everywhere but at
 # these numbers of tokens, where tiles are; with a residual, of layers that have no tile and of weights of up to so many
 # elements, at those below.
-_GELU, _VISION_GELU = (range(129, 449),), (range(129, 449), range(3457, 4609), range(12_000, 262_141))
-_SUM, _VISION_SUM, _SUM_WEIGHT = (range(64, 1025),), (range(64, 1025), range(3600, 12_001)), 2**24
+_GELU, _VISION_GELU = (range(129, 449),), (range(33, 449), range(3457, 4609), range(12_000, 262_141))
+_SUM, _VISION_SUM, _SUM_WEIGHT = (range(64, 513),), (range(64, 1025), range(3600, 12_001)), 2**24
 _SQUARE_WIDTHS, _SQUARE_SUM = range(1025, 1153), range(9217, 9729)  # of layers as wide as their results
 
 _COLUMNS = (64, 96, 112, 128, 144, 160, 192, 208, 224, 256)
