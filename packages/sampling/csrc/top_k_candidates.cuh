@@ -202,7 +202,8 @@ struct TopKSelector {
     if (num_maxima > few_groups) low = static_cast<u64>(find_bound(k, range)) << 32;
     choose_groups(low, max_groups);
     const u32 num_chosen = scratch->num_groups;
-    if (num_chosen > few_groups) {  // many groups have equal or nearly equal maxima
+    // Many groups have equal or nearly equal maxima. As many as the threads load at once need not be narrowed.
+    if (num_chosen > min(max(few_groups, row.groups_at_once()), max_groups)) {
       const u64 narrowed = narrow(k, low);
       if (narrowed != low || num_chosen > max_groups) {
         low = narrowed != low ? narrowed : select_groups(k, max_groups, static_cast<u32>(low >> 32), range);

@@ -99,13 +99,15 @@ struct TopKRow {
     return most;
   }
 
+  static constexpr int kLoads = 2;  // of four elements, together
+  // The groups whose elements the block loads together.
+  __device__ __forceinline__ u32 groups_at_once() const { return kLoads * blockDim.x >> (chunk_bits - 7); }
   // Calls f(keys, indices) for the elements of the given groups, four at a time, with all lanes of a warp together.
   // Indices past the row are padding.
   template <typename F>
   __device__ __forceinline__ void for_each_four(const u32* groups, int num_groups, F f) const {
     const int fours_bits = chunk_bits - 7;  // of a group, as a power of two
     const int all = num_groups << fours_bits;
-    constexpr int kLoads = 2;  // together
 #pragma unroll 1
     for (int base = 0; base < all; base += kLoads * blockDim.x) {
       int i[kLoads];
