@@ -182,9 +182,9 @@ def fused_experts(
     or H200, with P = T*K/E:
 
     1. T <= 16 and P <= 2; if I > 2048, P <= 1 and T*K <= 32 (Hd up to 8192, beyond 8 tokens 4096; K <= 8, E <= 1024).
-       FP8 layers with T*K > 64: T <= 8.
+       FP8 layers with T*K > 64: T <= 8; with Hd > 4096: T*K <= 32.
     2. Few pairs: up to T*K = 32 or P = 9.75. FP8 layers of 3*E*Hd*I <= 2^30 weights: up to T*K = 32, or 64 with P <= 2;
-       larger ones: below P = 0.5, and up to T*K = 32 with P > 22.
+       larger ones: below P = 0.25, and up to T*K = 32 with P > 22.
     3. Many pairs, all others. bf16 results of each expert are rounded before the sum over j.
     4. Each T for itself: bf16 without ``expert_map``, P > 2048, Hd * I / (Hd + I) >= 2048, E < 1024 and contiguous
        weights, through torch.nn.functional.grouped_mm. The products of the up projection and the results of each

@@ -24,16 +24,18 @@ _WIDTH_OF_FUSED = {8: 8192, 16: 4096}
 # It takes up to 2 pairs for each expert. Where the hidden layer is wider than this and leaves more partial results, it
 # takes up to 1, and few pairs in all.
 _INNER_OF_FUSED = 2048
-_TOKENS_OF_FUSED_FP8 = 8  # with more, and more pairs than the kernels group, FP8 tiles of 32 tokens are faster
+# With more tokens, and more pairs than the kernels group, FP8 tiles of 32 tokens are faster; in wider layers with more
+# than few pairs.
+_TOKENS_OF_FUSED_FP8, _WIDTH_OF_FUSED_FP8 = 8, 4096
 _FEW_PAIRS = 32  # up to this many pairs the kernels group them for any number of experts
 _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 tokens are faster on Hopper
 # FP8 layers on Hopper: tiles of 32 tokens of the wgmma kernel, which take fewer launches, up to so many pairs for each
 # expert. Layers of more weights than this gain less by that, and take them from the last number of pairs on.
-_WEIGHTS_OF_FP8_TILES, _ROWS_OF_FP8_TILES, _ROWS_OF_LARGE_FP8 = 2**30, 22, 0.5
+_WEIGHTS_OF_FP8_TILES, _ROWS_OF_FP8_TILES, _ROWS_OF_LARGE_FP8 = 2**30, 22, 0.25
 _ROWS_OF_WIDE_TILES = 320  # up to so many pairs for each expert, layers of 16 bits take tiles of 160 tokens
 # Pairs for each expert, above which it pays that two tiles share the weights: with 16 bits, and with FP8. Fewer are
 # enough if Hd * I / (Hd + I) is at least so large.
-_ROWS_OF_CLUSTERS, _ROWS_OF_LARGE_CLUSTERS, _PRODUCTS_OF_CLUSTERS = (1024, 2048), (144, 112), 1024
+_ROWS_OF_CLUSTERS, _ROWS_OF_LARGE_CLUSTERS, _PRODUCTS_OF_CLUSTERS = (1024, 2048), (144, 2048), 1024
 # torch.nn.functional.grouped_mm is faster above so many pairs for each expert, if Hd * I / (Hd + I) is at least so
 # large: products for each element that is gathered, activated and summed by kernels of their own.
 _ROWS_OF_GROUPED_MM, _PRODUCTS_OF_GROUPED_MM = 2048, 2048
@@ -140,7 +142,8 @@ def by_rule(layer: Layer) -> Variant:
     rows = layer.mean_rows
     fused = Variant(FUSED, 8 if layer.tokens <= 8 else 16)
     few = layer.pairs <= _FEW_PAIRS
-    streams = layer.dtype == "fp8" and layer.tokens > _TOKENS_OF_FUSED_FP8 and layer.pairs > PAIRS_IN_KERNEL
+    many = layer.tokens > _TOKENS_OF_FUSED_FP8 and layer.pairs > PAIRS_IN_KERNEL
+    streams = layer.dtype == "fp8" and (many or (layer.width > _WIDTH_OF_FUSED_FP8 and not few))
     if is_valid(fused, layer) and not streams and (rows <= 2 if layer.inner <= _INNER_OF_FUSED else rows <= 1 and few):
         return fused
     large = 3 * layer.experts * layer.width * layer.inner > _WEIGHTS_OF_FP8_TILES
