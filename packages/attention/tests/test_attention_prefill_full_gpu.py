@@ -79,3 +79,31 @@ def test_dense_calls_take_the_kernel_and_others_do_not(monkeypatch):
     for how in ({"causal": True}, {"window_size": (5, -1)}, {"softcap": 3.0}, {"softmax_scale": -0.123}):
         flash_attn_func(q, k, v, **how)
         assert "full" not in launches.taken()[0].split("_")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden", [1, 96, 150, 300])
+def test_scores_of_minus_infinity_weigh_nothing_wherever_they_are(hidden, dtype):
+    """Keys behind them have small logits; a row without others is 0, with an LSE of -inf."""
+    q = torch.ones(2, 200, HEADS, 72, dtype=dtype, device="cuda")
+    k = torch.full((2, 300, HEADS, 72), -2.36, dtype=dtype, device="cuda")
+    k[:, :hidden, :, 0] = -torch.inf
+    v = torch.ones(2, 300, HEADS, 72, dtype=dtype, device="cuda")
+    out, lse = flash_attn_func(q, k, v, return_lse=True)
+    assert bool(((out.float() - (0 if hidden == 300 else 1)).abs() <= 2**-7 * (hidden < 300)).all())
+    exact = exact_attention(q[0], k[0, hidden:], v[0, hidden:]) if hidden < 300 else None
+    if exact is None:
+        assert bool((lse == -torch.inf).all())
+    else:
+        assert_exact(out[0], lse[0], exact)
+
+
+def test_a_query_of_nan_stays_in_its_row():
+    torch.manual_seed(0)
+    q, k, v = (random(2, 300, HEADS, 72, dtype=torch.bfloat16) for _ in range(3))
+    clean = flash_attn_func(q, k, v)
+    q[1, 7, 3, 5] = torch.nan
+    got = flash_attn_func(q, k, v)
+    assert bool(got[1, 7, 3].isnan().all())
+    got[1, 7, 3] = clean[1, 7, 3]
+    assert same_bits((got,), (clean,))

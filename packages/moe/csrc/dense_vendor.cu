@@ -180,7 +180,7 @@ struct VendorState {
 };
 constexpr size_t kMaxChoices = 4096;
 
-// Calls that are not allowed while a stream of this thread is captured, though they put nothing on it.
+// Permits calls that capture forbids by default. They enqueue no work on the stream.
 class RelaxedCapture {
  public:
   RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }

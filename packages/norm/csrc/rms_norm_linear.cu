@@ -53,7 +53,7 @@ bool launch_linear(LinearParams p, DLDevice device) {
     groups = sms / slices - (slices > 2 && bytes(slices, 2) > half ? sms / slices / 8 : 0);
     groups = std::max(1, std::min(p.tiles, groups));
   }
-  // So it is for long rows of some 4096 outputs, where one CTA for each SM has a part of a tile.
+  // product_of_norm() is also faster for long rows where one CTA for each SM has a part of a tile.
   const bool one_per_sm = slices < kMaxSlices && p.tiles * slices <= sms;
   if (TOKEN_TILES == 2 && major == 9 && one_per_sm && p.width >= 3072) return false;
   if (bytes(slices, p.buffers) > limit || (!clusters && p.tiles < sms / 2)) return false;

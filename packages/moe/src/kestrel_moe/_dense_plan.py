@@ -68,9 +68,9 @@ _LONG_SUMS = (
 # The same for 1152 -> 4304: what is fastest with the layer above behind it.
 _WIDE_OUTPUTS, _WIDE_WIDTHS = range(4161, 4369), range(1025, 1153)
 _WIDE = ((1409, 1536, Plan(Kernel.COOPERATIVE, 208, 2)),)
-# Where the vendor's product with its epilogue is faster: results/h200_dense_vendor.json. With GELU, everywhere but at
-# these numbers of tokens, where tiles are; with a residual, of layers that have no tile and of weights of up to so many
-# elements, at those below.
+# Where the vendor's epilogue is used (results/h200_dense_vendor.json, h200_dense_ops.json). GELU: everywhere but at
+# these numbers of tokens, which keep tiles. Residual: layers without a tile and with at most _SUM_WEIGHT weights, at
+# these.
 _GELU, _VISION_GELU = (range(129, 449),), (range(33, 449), range(3457, 4609), range(12_000, 262_141))
 _SUM, _VISION_SUM, _SUM_WEIGHT = (range(64, 513),), (range(64, 1025), range(3600, 12_001)), 2**24
 _SQUARE_WIDTHS, _SQUARE_SUM = range(1025, 1153), range(9217, 9729)  # of layers as wide as their results

@@ -172,14 +172,14 @@ def fused_experts(
         FP8 with one dynamic scale per row, or with tiles one per row and 128 columns (fp8_quant). The hidden layer is
         quantised from float32, with a scale per row and 128 columns.
     expert_map: int32 [experts of all devices], the index in w1 of each expert, or -1 if another device holds it. Ids
-        are then indices into the map, and choices mapped to -1 are skipped. Below, P = T*K / len(expert_map).
+        are then indices into the map, and choices mapped to -1 are skipped.
     Accumulated in float32; the hidden layer is rounded once (to hidden's dtype, or FP8), the result once, after the sum
     over j in ascending order. A token whose choices are all skipped gives zeros.
 
     Returns [T, Hd] in hidden's dtype, in ``out`` if it is given; ``out`` may not overlap the inputs. Reads nothing on
     the host. The kernels take bf16 and fp16 with Hd and I that are multiples of 16 and rows aligned to 16 bytes. They
     sum in order of k, so a row is the same bit for bit for every T of one range: on other GPUs there is one. On an H100
-    or H200, with P = T*K/E:
+    or H200, with P = T*K / E, or T*K / len(expert_map) with a map:
 
     1. T <= 16 and P <= 2; if I > 2048, P <= 1 and T*K <= 32 (Hd up to 8192, beyond 8 tokens 4096; K <= 8, E <= 1024).
        FP8 layers with T*K > 64: T <= 8; with Hd > 4096: T*K <= 32.
@@ -190,9 +190,9 @@ def fused_experts(
        weights, through torch.nn.functional.grouped_mm. The products of the up projection and the results of each
        expert are rounded to bf16.
 
-    For layers tuned on this GPU by `kestrel-kernels tune moe`, the tuned file gives the ranges. By reference on a CPU,
-    a row is the same bit for bit up to T = 16, and beyond it within each of these ranges of T*K/E: below 1, from a
-    power of two up to the next, from 64 on.
+    For layers tuned on this GPU by `kestrel-kernels tune moe`, without a map, the tuned file gives the ranges. By
+    reference on a CPU, a row is the same bit for bit up to T = 16, and beyond it within each of these ranges of T*K/E:
+    below 1, from a power of two up to the next, from 64 on.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, an unknown ``activation``, FP8 weights
     without scales or scales without FP8 weights.

@@ -24,17 +24,17 @@ _WIDTH_OF_FUSED = {8: 8192, 16: 4096}
 # It takes up to 2 pairs for each expert. Where the hidden layer is wider than this and leaves more partial results, it
 # takes up to 1, and few pairs in all.
 _INNER_OF_FUSED = 2048
-# With more tokens, and more pairs than the kernels group, FP8 tiles of 32 tokens are faster; in wider layers with more
-# than few pairs.
+# FP8 takes tiles of 32 tokens instead, with more tokens and more pairs than the kernels group. Layers wider than the
+# second number do so above _FEW_PAIRS pairs.
 _TOKENS_OF_FUSED_FP8, _WIDTH_OF_FUSED_FP8 = 8, 4096
 _FEW_PAIRS = 32  # up to this many pairs the kernels group them for any number of experts
 _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 tokens are faster on Hopper
 # FP8 layers on Hopper: tiles of 32 tokens of the wgmma kernel, which take fewer launches, up to so many pairs for each
-# expert. Layers of more weights than this gain less by that, and take them from the last number of pairs on.
+# expert. Layers of more weights than this take them only from _ROWS_OF_LARGE_FP8 pairs for each expert on.
 _WEIGHTS_OF_FP8_TILES, _ROWS_OF_FP8_TILES, _ROWS_OF_LARGE_FP8 = 2**30, 22, 0.25
 _ROWS_OF_WIDE_TILES = 320  # up to so many pairs for each expert, layers of 16 bits take tiles of 160 tokens
-# Pairs for each expert, above which it pays that two tiles share the weights: with 16 bits, and with FP8. Fewer are
-# enough if Hd * I / (Hd + I) is at least so large.
+# Pairs for each expert, above which two tiles share the weights: of 16 bits, and of FP8. 16 bits need fewer if
+# Hd * I / (Hd + I) is at least so large.
 _ROWS_OF_CLUSTERS, _ROWS_OF_LARGE_CLUSTERS, _PRODUCTS_OF_CLUSTERS = (1024, 2048), (144, 2048), 1024
 # torch.nn.functional.grouped_mm is faster above so many pairs for each expert, if Hd * I / (Hd + I) is at least so
 # large: products for each element that is gathered, activated and summed by kernels of their own.

@@ -16,7 +16,8 @@ from ._launch import kernels
 from ._w4_layout import pack_codes
 from ._w4_plan import plan
 
-# Of bf16: kernels take the codes of smaller and larger scales with their zero points, though all are 8.
+# bf16 scales outside this range: weights whose zero points are all 8 use the kernels for explicit zero points.
+# Within it weights are exact; results below the least scale lose bits.
 _LEAST_SCALE, _LARGE_SCALE = 2.0**-86, 2.0**35
 
 

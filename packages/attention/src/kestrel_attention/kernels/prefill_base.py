@@ -273,7 +273,7 @@ class PrefillBase:
                 v_scale = tensors.mVScale[cutlass.select_(scalars.v_scale_heads > 1, kv_head, Int32(0))]
             signs = signs ^ cutlass.select_(product < 0.0, Uint32(0x80008000), Uint32(0))
             softmax_scale *= cutlass.select_(product < 0.0, -product, product)
-            softmax_scale = ptx.fmin(ptx.fmax(softmax_scale, Float32(2.0**-126)), Float32(2.0**126))
+            softmax_scale = ptx.fmin(ptx.fmax(softmax_scale, Float32(2.0**-126)), Float32(2.0**125))
         return Scales(signs, softmax_scale, v_scale)
 
     @cute.jit

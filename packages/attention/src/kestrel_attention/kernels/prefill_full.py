@@ -1,4 +1,4 @@
-"""Attention of dense queries that see every key, on Hopper, for heads of 65 to 72: those of vision encoders.
+"""Attention of dense queries that see every key, on Hopper, for heads of 72: those of vision encoders.
 
 As prefill_hopper.py, without what other calls need: all works have the same tiles, which one thread copies whole by
 TMA. Keys and queries lie in column blocks of 64 and 16 dims, values in two of 64. Results have 72 dims.
@@ -331,15 +331,18 @@ class PrefillFull(PrefillHopper):
                     totals[2 * r + e] += weight
                     pair.append(weight)
                 rP[2 * n + r] = ptx.pack_f32x2(pair[0], pair[1], self.product_kind)
+        moves = False
         for r in cutlass.range_constexpr(2):
             rTile[r] = totals[2 * r] + totals[2 * r + 1]
-        return cute.arch.vote_any_sync(ptx.fmax(rTile[0], rTile[1]) > self.most_of_tile)
+            moves = moves or rTile[r] > self.most_of_tile or sums.rMax[r] == -Float32.inf
+        return cute.arch.vote_any_sync(moves)
 
     @cute.jit
     def raise_bases(self, rScore, sums: Sums, rTile, scale):
         """Raise the bases of rows that need it to their largest scores, and rescale their sums."""
         for r in cutlass.range_constexpr(2):
-            in_row = cutlass.select_(rTile[r] > self.most_of_tile, Int32(1), Int32(0))
+            moves = rTile[r] > self.most_of_tile or sums.rMax[r] == -Float32.inf
+            in_row = cutlass.select_(moves, Int32(1), Int32(0))
             highest = -Float32.inf
             for n in cutlass.range_constexpr(self.key_tile // 8):
                 i = cutlass.const_expr(4 * n + 2 * r)
@@ -412,7 +415,7 @@ class PrefillFull(PrefillHopper):
         for distance in cutlass.range_constexpr(1, 3):
             totals = [x + cute.arch.shuffle_sync_bfly(x, distance) for x in totals]
         for r in cutlass.range_constexpr(2):
-            factor = ptx.rcp_approx(totals[r])
+            factor = cutlass.select_(totals[r] == 0.0, Float32(0.0), ptx.rcp_approx(totals[r]))
             row = g + 8 * r
             to = shared + row * (2 * self.output_dims) + 4 * t
             for n in cutlass.range_constexpr(units):

@@ -26,7 +26,7 @@ from .prefill_hopper_producer import PRODUCERS, QUERY_BOX_ROWS
 from .prefill_types import WORK_BYTES, WORK_TYPES, OutputRows, Pipe, Results, Sums, Visible, Work
 from .scores import LOG2_E
 
-MIN_ROW_SCALE, MAX_ROW_SCALE = 2.0**-126, 2.0**126  # with 0 or infinity, hidden scores would be NaN
+MIN_ROW_SCALE, MAX_ROW_SCALE = 2.0**-126, 2.0**125  # with 0 or infinity, or a reciprocal of 0, scores would be NaN
 HALF_EXPONENT = 14  # of the largest element of a row of queries in f16
 
 

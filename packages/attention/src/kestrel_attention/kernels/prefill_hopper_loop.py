@@ -219,8 +219,7 @@ class HopperLoop(HopperProducer):
 
     @property
     def keeps_scores(self) -> bool:
-        """Scores are scaled as weights are computed, and what of them changes is found where any do. Heads of 256 are
-        slower with it; over codes it is not measured."""
+        """Scores stay unscaled until weights are computed: heads of up to 128 dims, keys of 16 bits."""
         return self.lazy_rescale and self.head_dim <= 128 and not self.codes
 
     @cute.jit
@@ -434,7 +433,7 @@ class HopperLoop(HopperProducer):
 
     @cute.jit
     def scale_scores(self, rScore, sums: Sums, scale):
-        """Scores become binary logarithms of weights, where they are not kept."""
+        """Turn scores into base-2 logarithms of weights, unless they stay unscaled."""
         for r in cutlass.range_constexpr(2):
             base = -self.log2_unit(sums.rMax[r], scale[r])
             for n in cutlass.range_constexpr(0 if self.keeps_scores else self.key_tile // 8):

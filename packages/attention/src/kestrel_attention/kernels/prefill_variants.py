@@ -211,7 +211,7 @@ class Fp8PrefillVariant(HopperPrefillVariant):
 
 @dataclass(frozen=True)
 class FullPrefillVariant(HopperPrefillVariant):
-    """Dense queries that see every key (prefill_full.py), for heads of 65 to 72."""
+    """Dense queries that see every key (prefill_full.py), for heads of 72."""
 
     @property
     def name(self) -> str:
