@@ -127,8 +127,8 @@ struct LoadedCount {
   }
 };
 
-// `kIds` ids of the history per thread, `kThreads` apart, from `base` on; 0: as many as the block has. What they name
-// is loaded once. A Part has place() and slot(), and where it begins.
+// `kIds` ids of the history per thread, `kThreads` (0: the block's threads) apart, from `base` on. Each named logit is
+// loaded once. A Part gives place(), slot() and its first index.
 template <typename In, int kIds, int kThreads>
 struct HistoryBatch {
   static __device__ __forceinline__ int threads() { return kThreads ? kThreads : static_cast<int>(blockDim.x); }

@@ -23,7 +23,7 @@ static_assert(sizeof(TopKScratch) + sizeof(LogprobScratch) + TopKLayout(1 << 30,
 
 Split split_rows(LogprobParams& p, int64_t largest_k, DLDevice device) {
   p.max_top_k = std::max<int64_t>(p.top_n, largest_k) <= kMaxRankedK ? kMaxRankedK : kMaxK;
-  // Of many rows: blocks of half the threads, two on an SM, so that one reads while the other ends its row.
+  // More rows than SMs: two blocks of 256 threads on an SM, so that one loads during the other's epilogue.
   const bool many = p.num_rows > num_sms(device);
   const SplitRequest request = many ? SplitRequest{1, kSelectThreads} : SplitRequest{};
   Split split = split_for_top_k(p.length, p.num_rows, p.max_top_k, device, request);

@@ -370,7 +370,7 @@ class Decode(DecodeLoads, DecodeEpilogue):
         row_blocks = cutlass.const_expr(self.tiles.row_blocks)
         given, sQ, tail = [], [], None
         if cutlass.const_expr(self.copies_queries):
-            ptx.cp_async_wait(self.tiles.num_stages)  # only the stages were filled later
+            ptx.cp_async_wait(self.tiles.num_stages)  # the copies of the stages are the newest groups
         for j in cutlass.range_constexpr(row_blocks):
             row_scale = Float32(1.0)
             if cutlass.const_expr(not self.copies_queries):

@@ -30,7 +30,7 @@ TERMS = 3  # of a query: 256 times the first, the second, and a 128th of the thi
 MAGIC = 12582912.0  # 1.5 2^23: in the bits of its sum with a number below 2^22, the lowest are the nearest integer
 MAGIC_BITS = 0x4B400000
 SCALE_BYTES = 8 * TILE_KEYS  # of a tile: for each g the scales of keys g and g + 8, then of their values
-CHUNKS = 2  # of 64 dims, whose sums of products are below 2^22
+DIM_BLOCKS = 2  # blocks of 64 dims of an integer sum, which stays below 2^22
 
 
 class ScaledBase(NamedTuple):
@@ -163,9 +163,9 @@ class Int8Tiles(WarpTiles):
 
     @cute.jit
     def mma_keys_of_tile(self, slice_idx: cutlass.Constexpr, tile: cutlass.Constexpr, stage_ptr, sQ, rScore, lane):
-        for first in cutlass.range_constexpr(0, self.key_chunks, CHUNKS):
+        for first in cutlass.range_constexpr(0, self.key_chunks, DIM_BLOCKS):
             sums = [[Int32(MAGIC_BITS)] * 4 for _ in range(TERMS)]
-            for c in cutlass.range_constexpr(first, min(first + CHUNKS, self.key_chunks)):
+            for c in cutlass.range_constexpr(first, min(first + DIM_BLOCKS, self.key_chunks)):
                 loaded = self.read_keys(stage_ptr, c, tile, lane)
                 for term in cutlass.range_constexpr(TERMS):
                     q = self.four_words(sQ[0], c * TERMS + term)

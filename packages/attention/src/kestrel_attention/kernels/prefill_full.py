@@ -280,8 +280,8 @@ class PrefillFull(PrefillHopper):
         for zero in cutlass.range(once_if(num_tiles == 1), unroll=1):
             self.hide_behind(rScore, in_last, lane, zero)
         rTile.fill(2.0 * self.most_of_tile)
-        self.raise_bases(rScore, sums, rTile, scale)
-        self.weigh_scores(rScore, rP, sums, rTile, scale)
+        self.move_bases(rScore, sums, rTile, scale)
+        self.weigh_by_last_base(rScore, rP, sums, rTile, scale)
         for r in cutlass.range_constexpr(2):
             sums.rSum[r] += rTile[r]
         n = Int32(1)
@@ -305,10 +305,10 @@ class PrefillFull(PrefillHopper):
             self.release(pipe.values_empty, last_stage, lane)
             tries = Int32(0)
             while tries < 2:
-                moves = self.weigh_scores(rScore, rP, sums, rTile, scale)
+                moves = self.weigh_by_last_base(rScore, rP, sums, rTile, scale)
                 tries = cutlass.select_(moves, tries + 1, Int32(2))
                 for _ in cutlass.range(once_if(tries == 1), unroll=1):
-                    self.raise_bases(rScore, sums, rTile, scale)
+                    self.move_bases(rScore, sums, rTile, scale)
             for r in cutlass.range_constexpr(2):
                 sums.rSum[r] += rTile[r]
             n += 1
@@ -317,47 +317,6 @@ class PrefillFull(PrefillHopper):
         hopper.wgmma_wait(0)
         self.order(rOut)
         self.release(pipe.values_empty, stage, lane)
-
-    @cute.jit
-    def weigh_scores(self, rScore, rP, sums: Sums, rTile, scale):
-        """Weights in rP and their sums in rTile; whether a base of the warp's rows must move."""
-        bases = [-self.log2_unit(sums.rMax[r], scale[r]) for r in range(2)]
-        totals = [Float32(0.0)] * 4
-        for n in cutlass.range_constexpr(self.key_tile // 8):
-            for r in cutlass.range_constexpr(2):
-                pair = []
-                for e in cutlass.range_constexpr(2):
-                    weight = ptx.exp2_approx(ptx.fma(rScore[4 * n + 2 * r + e], scale[r], bases[r]))
-                    totals[2 * r + e] += weight
-                    pair.append(weight)
-                rP[2 * n + r] = ptx.pack_f32x2(pair[0], pair[1], self.product_kind)
-        moves = False
-        for r in cutlass.range_constexpr(2):
-            rTile[r] = totals[2 * r] + totals[2 * r + 1]
-            moves = moves or rTile[r] > self.most_of_tile or sums.rMax[r] == -Float32.inf
-        return cute.arch.vote_any_sync(moves)
-
-    @cute.jit
-    def raise_bases(self, rScore, sums: Sums, rTile, scale):
-        """Raise the bases of rows that need it to their largest scores, and rescale their sums."""
-        for r in cutlass.range_constexpr(2):
-            moves = rTile[r] > self.most_of_tile or sums.rMax[r] == -Float32.inf
-            in_row = cutlass.select_(moves, Int32(1), Int32(0))
-            highest = -Float32.inf
-            for n in cutlass.range_constexpr(self.key_tile // 8):
-                i = cutlass.const_expr(4 * n + 2 * r)
-                highest = ptx.fmax(highest, ptx.fmax(rScore[i], rScore[i + 1]))
-            for distance in cutlass.range_constexpr(1, 3):  # lanes of the row
-                in_row = in_row | cute.arch.shuffle_sync_bfly(in_row, distance)
-                highest = ptx.fmax(highest, cute.arch.shuffle_sync_bfly(highest, distance))
-            before = sums.rMax[r]
-            base = cutlass.select_(in_row != 0, highest, before)
-            factor = ptx.exp2_approx((before - base) * scale[r])
-            factor = cutlass.select_(before == base, Float32(1.0), factor)
-            sums.rMax[r] = base
-            sums.rSum[r] *= factor
-            for i in cutlass.range_constexpr(self.output_dims // 4):
-                sums.rOut[4 * (i // 2) + 2 * r + i % 2] *= factor
 
     @cute.jit
     def hide_behind(self, rScore, count, lane, zero):

@@ -224,8 +224,7 @@ class HopperLoop(HopperProducer):
 
     @cute.jit
     def plain_tiles(self, scalars, visible: Visible):
-        """Of tiles whose keys exist, scores stay as they are from the first of these to the second, and below the
-        third."""
+        """Tile ranges in which no score changes: from the first number to the second, and below the third."""
         found = [Int32(0)] * 3
         if cutlass.const_expr(self.keeps_scores):
             capped = scalars.softcap > 0.0
@@ -237,7 +236,7 @@ class HopperLoop(HopperProducer):
 
     @cute.jit
     def foresee(self, pipe: Pipe, scalars, visible: Visible, plain, tile, at, lane):
-        """What is known of the changes of a tile's scores ahead of them: trip counts of loops. It needs full keys.
+        """What is known of a tile's changes before its scores are computed: trip counts of loops. It needs full keys.
 
         The vote keeps the compiler from computing it behind the scores.
         """

@@ -40,7 +40,7 @@ class DecodeVariant:
     copies_queries: bool = False
     """To shared memory, as they are."""
     for_many: int = 0
-    """Faster than another variant in launches of more thread blocks than this, with equal results; 0: not so."""
+    """Used instead of another variant in launches of more thread blocks than this, with equal results; 0: never."""
     vector_loads: bool = True
     archs: tuple[str, ...] = ARCHS
 
