@@ -102,6 +102,13 @@ def test_requests_that_do_not_fit_are_refused(prompts, new_tokens, message, deco
     assert model.cache.free == 100
 
 
+@pytest.mark.parametrize("kv_cache", ["auto", "fp8", "int8", "int4"])
+def test_one_new_token_needs_no_page_behind_the_prompt(kv_cache, decoder):
+    model = decoder(kv_cache=kv_cache)
+    prompts = [[65] * 64, [65] * 3]
+    assert run(model, prompts, 1) == run(model, prompts, 2)[:1]
+
+
 def test_the_whole_context_can_be_used(decoder):
     assert len(run(decoder(), [[65] * 1020], 5)) == 5
 

@@ -84,7 +84,8 @@ class Decoding:
         self.choose = choose
         self._chosen = choose(decoder(tokens, Step.prefill(table, counts), last))
         self.tokens, self.ids = self._chosen
-        self.step = Step.decode(table, torch.tensor(counts).to(device))
+        ends = torch.tensor(counts).clamp(max=table.capacity - 1)  # a table of prompts alone has no place for a step
+        self.step = Step.decode(table, ends.to(device))
         self.steps = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
