@@ -2,6 +2,7 @@
 
     python tools/model_results.py perplexity     bits per held-out byte of `tiny` with every kind of KV cache
     python tools/model_results.py speed          tokens per second and where a decode step's time goes; needs a GPU
+    python tools/model_results.py prompt         milliseconds from a prompt to the first new token
     python tools/model_results.py tables         writes the tables; with --check says whether they are current
 
 Figures go to meta/results/<device>.json (or --out). A run replaces all figures of its kind. The tables are never edited
@@ -164,17 +165,9 @@ def speed(options: argparse.Namespace) -> Json:
     """Tokens per second of one sequence, with kernels and references, graphs and eager; and the time of each op."""
     import torch
 
-    from kestrel_kernels.demo.config import PRESETS
-    from kestrel_kernels.demo.weights import TINY_FILE, load, random
     from kestrel_runtime import backend, trace
 
     device = torch.device(options.device)
-
-    def weights_with(experts: str) -> Any:
-        if options.preset == "tiny":
-            return load(TINY_FILE, torch.bfloat16, device, fp8_experts=experts == "fp8")
-        return random(PRESETS[options.preset], torch.bfloat16, device, fp8_experts=experts == "fp8")
-
     ways = [("fp8", "auto", "kernel", True), *(("bf16", kind, "kernel", True) for kind in options.kv_cache)]
     ways += [
         ("bf16", "auto", how, graph) for how, graph in (("reference", True), ("kernel", False), ("reference", False))
@@ -183,12 +176,11 @@ def speed(options: argparse.Namespace) -> Json:
     for experts, kind, how, graph in ways:
         if experts != of:
             weights = None  # frees the memory first
-            weights, of = weights_with(experts), experts
+            weights, of = weights_with(options.preset, experts, device), experts
         tokens = options.tokens if graph else max(16, options.tokens // 4)
         with backend("reference") if how == "reference" else nullcontext(), trace() as counts:
             rate, slow, fast = tokens_per_second(weights, kind, tokens, graph=graph)
-        by_reference = sorted(op.split(".")[1] for op, served in counts.items() if served["reference"])
-        row = {"experts": experts, "kv_cache": kind, "ops": how, "by_reference": by_reference, "graph": graph}
+        row = {"experts": experts, "kv_cache": kind, "ops": how, "by_reference": by_reference(counts), "graph": graph}
         rows.append({**row, "tokens": tokens, "tokens_per_second": rate, "p20": slow, "p80": fast})
         way = f"{options.preset} experts {experts:4} cache {NAMES[kind]:4} {how:9} {'graph' if graph else 'eager'}"
         print(f"{way} {rate:8.1f} tokens/s", flush=True)
@@ -198,6 +190,23 @@ def speed(options: argparse.Namespace) -> Json:
         for part in step["parts"]:
             print(f"  {part['calls']:4} {part['op']:24} {part['runs']:9} {_microseconds(part)}")
     return {"rows": rows, "steps": steps}
+
+
+def weights_with(preset: str, experts: str, device: Any) -> Any:
+    """Weights in bf16, with experts in "bf16" or "fp8"."""
+    import torch
+
+    from kestrel_kernels.demo.config import PRESETS
+    from kestrel_kernels.demo.weights import TINY_FILE, load, random
+
+    if preset == "tiny":
+        return load(TINY_FILE, torch.bfloat16, device, fp8_experts=experts == "fp8")
+    return random(PRESETS[preset], torch.bfloat16, device, fp8_experts=experts == "fp8")
+
+
+def by_reference(counts: Any) -> list[str]:
+    """The ops of a trace that ran by reference."""
+    return sorted(op.split(".")[1] for op, served in counts.items() if served["reference"])
 
 
 def tokens_per_second(weights: Any, kind: str, tokens: int, *, graph: bool) -> tuple[float, float, float]:
@@ -313,6 +322,42 @@ def recorded_calls() -> Iterator[dict[str, list[tuple[Callable[..., Any], tuple[
 FAMILIES = {f"kestrel_{name}" for name in ("norm", "rope", "quant", "kvcache", "moe", "attention", "sampling")}
 
 
+# -- prompts -----------------------------------------------------------------------------------------------------------
+
+
+def prompt(options: argparse.Namespace) -> Json:
+    """Milliseconds from a prompt on the host to its first new token there, one sequence."""
+    import torch
+
+    from kestrel_kernels.demo.cache import PagedCache
+    from kestrel_kernels.demo.config import PRESETS
+    from kestrel_kernels.demo.generate import Sampling, generate
+    from kestrel_kernels.demo.model import Decoder
+    from kestrel_runtime import trace
+
+    device, rows = torch.device(options.device), []
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(PRESETS[options.preset].vocabulary, (options.tokens,), generator=generator).tolist()
+    for experts in options.experts:
+        weights = None  # frees the memory first
+        weights = weights_with(options.preset, experts, device)
+        for kind in options.kv_cache:
+            decoder, times = Decoder(weights, PagedCache(weights, len(text), kind=kind)), []
+            with trace() as counts:
+                for _ in range(options.runs + 1):
+                    started = time.perf_counter()
+                    list(generate(decoder, [text], 1, Sampling(top_p=1.0)))
+                    times.append(1000 * (time.perf_counter() - started))
+            row = {"experts": experts, "kv_cache": kind, "by_reference": by_reference(counts), "tokens": len(text)}
+            ordered = sorted(times[1:])
+            slow, fast = ordered[len(ordered) * 4 // 5], ordered[len(ordered) // 5]
+            figures = {"ms": statistics.median(ordered), "p20": fast, "p80": slow, "first_run_ms": times[0]}
+            rows.append({**row, **{name: round(figure, 3) for name, figure in figures.items()}})
+            way = f"{options.preset} experts {experts:4} cache {NAMES[kind]:4}"
+            print(f"{way} {len(text)} tokens of prompt {rows[-1]['ms']:8.2f} ms", flush=True)
+    return {"rows": rows}
+
+
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
@@ -333,7 +378,7 @@ def environment(device: str, revision: str | None) -> Json:
 
 
 def record(kind: str, figures: Json, machine: Json, out: Path | None) -> Path:
-    """kind: "perplexity", or "speed <preset>"."""
+    """kind: "perplexity", "speed <preset>" or "prompt <preset>"."""
     from kestrel_runtime.bench.report import file_name
 
     path = out or RESULTS / (file_name(machine["gpu"]) if machine["gpu"] else "cpu.json")
@@ -352,7 +397,11 @@ def section(results: Path) -> str:
     for path in sorted(results.glob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         for kind, figures in sorted(found.items()):
-            table = perplexity_table(figures) if kind == "perplexity" else speed_tables(kind.split()[1], figures)
+            what, _, preset = kind.partition(" ")
+            if what == "perplexity":
+                table = perplexity_table(figures)
+            else:
+                table = {"speed": speed_tables, "prompt": prompt_table}[what](preset, figures)
             parts.append(f"{table}\n({provenance(figures['environment'])})\n")
     return "\n".join(parts)
 
@@ -407,6 +456,21 @@ def speed_tables(preset: str, found: Json) -> str:
         lines += ["| op | calls | runs as | all of them |", "|---|---|---|---|"]
         parts = sorted(step["parts"], key=lambda part: -(part["us"] or 0))
         lines += [f"| `{part['op']}` | {part['calls']} | {part['runs']} | {_microseconds(part)} |" for part in parts]
+    return "\n".join(lines) + "\n"
+
+
+def prompt_table(preset: str, found: Json) -> str:
+    lines = [
+        f"**First token of `{preset}` on {where(found['environment'])}**: one sequence, from a prompt on the host to "
+        "the first new token there, the median of runs behind a first one, which sets up libraries.\n",
+        "| experts | KV cache | by reference | tokens of prompt | ms | p20 .. p80 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        ops = ", ".join(f"`{op}`" for op in row["by_reference"])
+        experts = "FP8" if row["experts"] == "fp8" else "bf16"
+        spread = f"{row['p20']:.2f} .. {row['p80']:.2f}"
+        lines.append(f"| {experts} | {NAMES[row['kv_cache']]} | {ops} | {row['tokens']} | {row['ms']:.2f} | {spread} |")
     return "\n".join(lines) + "\n"
 
 
@@ -483,19 +547,25 @@ def tables(options: argparse.Namespace) -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    measures: dict[str, Callable[[argparse.Namespace], Json]] = {"perplexity": perplexity, "speed": speed}
-    for name, default in (("perplexity", "cpu"), ("speed", "cuda")):
+    measures: dict[str, Callable[[argparse.Namespace], Json]]
+    measures = {"perplexity": perplexity, "speed": speed, "prompt": prompt}
+    for name in measures:
         command = commands.add_parser(name)
-        command.add_argument("--device", default=default)
+        command.add_argument("--device", default="cpu" if name == "perplexity" else "cuda")
         command.add_argument("--out", type=Path, help="instead of meta/results/<device>.json")
         command.add_argument("--revision", help="git revision to record, where there is no git")
         if name == "perplexity":
             command.add_argument(
                 "--windows", type=int, default=128, help="number of windows, each as long as the context"
             )
+            continue
+        command.add_argument("preset", choices=("tiny", "moondream3"))
+        command.add_argument("--kv-cache", nargs="+", default=list(KV_CACHES), choices=KV_CACHES)
+        if name == "prompt":
+            command.add_argument("--experts", nargs="+", default=["bf16", "fp8"], choices=("bf16", "fp8"))
+            command.add_argument("--tokens", type=int, default=1024, help="of the prompt")
+            command.add_argument("--runs", type=int, default=20, help="behind the first one")
         else:
-            command.add_argument("preset", choices=("tiny", "moondream3"))
-            command.add_argument("--kv-cache", nargs="+", default=list(KV_CACHES), choices=KV_CACHES)
             command.add_argument("--tokens", type=int, default=128, help="that a run writes; eagerly a quarter")
             command.add_argument(
                 "--parts", nargs="*", default=["auto"], metavar="KV", help="caches to take a step apart for"
@@ -512,7 +582,7 @@ def main(arguments: list[str] | None = None) -> int:
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", KestrelFallbackWarning)  # the results say what ran by reference
         figures = measures[options.command](options)
-    kind = f"speed {options.preset}" if options.command == "speed" else options.command
+    kind = options.command if options.command == "perplexity" else f"{options.command} {options.preset}"
     print(f"wrote {record(kind, figures, environment(options.device, options.revision), options.out)}")
     return 0
 

@@ -77,6 +77,17 @@ def test_the_figures_on_record_keep_the_bounds(model_results):
         assert row["cost"] <= model_results.BOUNDS.get(row["kv_cache"], math.inf)
 
 
+def test_a_prompt_is_timed_and_has_a_row_in_the_tables(model_results, tmp_path):
+    out = tmp_path / "cpu.json"
+    given = ["--device", "cpu", "--tokens", "20", "--runs", "3", "--experts", "fp8", "--kv-cache", "int8"]
+    assert model_results.main(["prompt", "tiny", *given, "--out", str(out)]) == 0
+    (row,) = json.loads(out.read_text(encoding="utf-8"))["prompt tiny"]["rows"]
+    assert 0 < row["p20"] <= row["ms"] <= row["p80"]
+    ops = ", ".join(f"`{op}`" for op in row["by_reference"])
+    wanted = f"| FP8 | INT8 | {ops} | 20 | {row['ms']:.2f} | {row['p20']:.2f} .. {row['p80']:.2f} |"
+    assert wanted in model_results.section(tmp_path).splitlines()
+
+
 def test_tables_are_those_of_the_results_files(model_results, capsys):
     assert model_results.main(["tables", "--check"]) == 0, capsys.readouterr().err
 
