@@ -77,7 +77,7 @@ def test_decoding_repeats_eagerly_and_in_a_graph_and_its_kernels_run(temperature
     from kestrel_kernels.demo.request import encode
 
     model = decoder(torch.bfloat16, device=device, order_seed=1, kv_cache=kv_cache)
-    prompts = [encode("import os\n"), encode("class Point:\n")]
+    prompts = [encode("import os\n"), encode("class Point:\n" * 20)]
     with trace() as counts:
         first = list(generate(model, prompts, 40, Sampling(temperature, seed=1)))
     assert first == list(generate(model, prompts, 40, Sampling(temperature, seed=1)))
@@ -86,6 +86,31 @@ def test_decoding_repeats_eagerly_and_in_a_graph_and_its_kernels_run(temperature
     )
     assert not {op for op, served in counts.items() if served["reference"]}, "every op of the demo runs as a kernel"
     assert counts["kestrel_attention.flash_attn_with_kvcache"]["kernel"] > 0
+
+
+@pytest.mark.filterwarnings("ignore::kestrel_runtime.KestrelFallbackWarning")
+@pytest.mark.parametrize("kv_cache", ["auto", "fp8", "int8", "int4"])
+def test_prompts_run_as_kernels_and_predict_as_the_references(kv_cache, device, decoder, held_out):
+    """In one pass, of more queries than decode kernels of attention take. Bounds: those of codes, above."""
+    from kestrel_kernels.demo.model import Step
+
+    lengths = [1, 54, 250, 600]
+    model = decoder(torch.bfloat16, device=device, kv_cache=kv_cache, fp8_experts=kv_cache == "fp8", order_seed=1)
+    firsts = torch.linspace(0, len(held_out) - max(lengths) - 1, len(lengths)).long().tolist()
+    windows = [held_out[first : first + length + 1] for first, length in zip(firsts, lengths, strict=True)]
+    tokens = torch.cat([window[:-1] for window in windows]).to(device)
+    step = Step.prefill(model.cache.reserve(lengths), lengths)
+    with trace() as counts:
+        ours = model(tokens, step).float()
+    with backend("reference"):
+        theirs = model(tokens, step).float()
+    assert not {op for op, served in counts.items() if served["reference"]}
+    different = (ours.argmax(-1) != theirs.argmax(-1)).float().mean()
+    wanted = torch.cat([window[1:] for window in windows])
+    loss, expected = (F.cross_entropy(logits.cpu(), wanted) for logits in (ours, theirs))
+    print(f"{different:.2%} of the tokens differ, and the loss by {loss / expected - 1:+.3%}")
+    assert different <= 0.02
+    assert abs(loss / expected - 1) <= 0.005
 
 
 @pytest.mark.filterwarnings("ignore::kestrel_runtime.KestrelFallbackWarning")
