@@ -272,6 +272,13 @@ def test_a_bad_file_is_named(wheels, tmp_path, files, problem):
     assert problems(wheels, wheel(tmp_path, **files), "/elsewhere", "/build") == [problem]
 
 
+def test_a_wheel_above_its_limit_is_named(wheels, monkeypatch, tmp_path):
+    path = wheel(tmp_path, **{"kestrel_norm/data": "x" * 1_300_000})
+    assert problems(wheels, path) == []
+    monkeypatch.setitem(wheels.MOST_BYTES, "kestrel_norm", 1_200_000)
+    assert problems(wheels, path) == ["has 1.3 MB: at most 1.2"]
+
+
 def test_both_kinds_of_kernels_are_built_for_all_architectures(wheels, monkeypatch):
     monkeypatch.syspath_prepend(str(TOOLS))
     from cute_build import driver

@@ -2,7 +2,8 @@
 
 Checks per wheel: the tag; that all files are inside the package; that no file contains a path of the build machine. In
 a binary: machine code for every architecture, no stack frame and no local memory in any kernel, 16-byte loads in the
-kernels that vector_loads.json names, and no dependence on libraries and symbols that some machines lack.
+kernels that vector_loads.json names, and no dependence on libraries and symbols that some machines lack. Sizes have
+limits: that of all wheels together, and that of attention, which has the most kernels.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ MATRIX = json.loads((HERE.parent.parent / "ci" / "matrix.json").read_text())
 ALL_ARCHS, PLATFORM = MATRIX["archs"], MATRIX["platform"]
 SHOWN = 20  # at most so many problems per wheel
 ALL_TOGETHER = 12 * 10**6  # bytes of all wheels, without the model of the demo
+MOST_BYTES = {"kestrel_attention": 3_500_000}  # of one wheel
 TEMPORARY = (b"tmpxft_", b"_GLOBAL__N_")  # nvcc's files and anonymous namespaces: each build names them otherwise
 MODEL = "kestrel_kernels/demo/tiny.pt"
 
@@ -108,6 +110,8 @@ def check(wheel: Path, build_paths: Sequence[str], cuobjdump: Path) -> tuple[lis
             found += [f"{member} contains the path {path}" for path in build_paths if path.encode() in content]
         if f"{package}/py.typed" not in members:
             found.append("has no py.typed")
+        if (held := size(wheel)) > (most := MOST_BYTES.get(package, ALL_TOGETHER)):
+            found.append(f"has {held / 1e6:.1f} MB: at most {most / 1e6:.1f}")
         if not any(member.endswith("/licenses/LICENSE") for member in members):
             found.append("has no LICENSE")
         manifest_path = folder / package / "_lib" / "manifest.json"
