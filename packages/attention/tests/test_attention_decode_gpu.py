@@ -23,7 +23,9 @@ KINDS = ("same", "e4m3")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("page", [1, 8, 16, 24, 64, 256])
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 64), (32, 32, 64), (8, 2, 128), (20, 1, 128)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size"), [(4, 4, 64), (32, 32, 64), (8, 2, 128), (20, 1, 128), (32, 1, 64)]
+)
 def test_decoding_over_pages(heads, kv_heads, size, page, dtype, kind):
     check(made(kind, heads, kv_heads, size, page, dtype=dtype))
 
@@ -122,6 +124,13 @@ def test_one_split_for_more_warps(heads, kv_heads, queries, dtype, how):
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "kind"), [(32, 4, 128, "e4m3"), (16, 2, 512, "same")])
 def test_long_sequences(heads, kv_heads, size, kind):
     check(made(kind, heads, kv_heads, size, 16, (20000, 3, 9000)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("size", [64, 128])
+def test_a_hundred_thousand_keys(size, queries, kind):
+    check(made(kind, 4, 1, size, 16, (100_000, 2048, 512, 0), queries), causal=True)
 
 
 @pytest.mark.parametrize(("size", "kind"), [(80, "e4m3"), (80, "same"), (192, "same")])
