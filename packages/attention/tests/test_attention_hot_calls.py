@@ -17,6 +17,7 @@ from kestrel_attention.kernels.parameters import DecodeScalars, DecodeTensors
 from kestrel_attention.launching import LaunchError
 from kestrel_runtime import Binary, UnsupportedError, backend, trace
 
+OUT, LSE = (DecodeTensors._fields.index(name) for name in ("mOut", "mLse"))
 op = importlib.import_module("kestrel_attention.flash_attn_with_kvcache")
 X = torch.zeros(4, 6, 8)
 OPS = {name: getattr(op, name) for name in vars(op) if hasattr(getattr(op, name), "kernel_op")}
@@ -269,7 +270,7 @@ def test_out_may_be_q_in_a_hot_call(launched: list[tuple[str, tuple[Any, ...]]])
         launched.clear()
         assert flash_attn_with_kvcache(**given, out=given["q"]) is given["q"]
         ((_, used),) = launched
-        assert turn == 0 or used[0].address == used[8].address == given["q"].data_ptr()
+        assert turn == 0 or used[0].address == used[OUT].address == given["q"].data_ptr()
 
 
 def test_rows_at_an_unaligned_address_are_copied_in_a_hot_call(launched: list[tuple[str, tuple[Any, ...]]]) -> None:
@@ -327,7 +328,7 @@ def test_a_hot_call_writes_out_itself_where_it_is_contiguous(launched: list[tupl
     launched.clear()
     assert flash_attn_with_kvcache(**given) is given["out"]
     ((_, arguments_given),) = launched
-    assert arguments_given[8].address == given["out"].data_ptr()
+    assert arguments_given[OUT].address == given["out"].data_ptr()
 
 
 def test_a_hot_call_refuses_an_out_on_the_cache(launched: list[tuple[str, tuple[Any, ...]]]) -> None:
@@ -355,11 +356,11 @@ def test_a_hot_call_allocates_the_lse_only_where_it_is_wanted(launched: list[tup
         launched.clear()
         result = flash_attn_with_kvcache(**arguments(return_lse=return_lse))
         ((_, given),) = launched
-        assert given[9].shape == (3, 4, 1)
+        assert given[LSE].shape == (3, 4, 1)
         if return_lse:
-            assert result[1].data_ptr() == given[9].address
+            assert result[1].data_ptr() == given[LSE].address
         else:
-            unread.add(given[9].address)
+            unread.add(given[LSE].address)
     assert len(unread) == 1  # memory that nothing reads
 
 

@@ -12,6 +12,7 @@ import torch
 
 from kestrel_attention import decode, flash_attn_with_kvcache, merge_attention_states, plans, tau_tail
 from kestrel_attention.arguments import Cached, Codes, Scores
+from kestrel_attention.kernels.parameters import CombineScalars, CombineTensors, DecodeScalars, DecodeTensors
 from kestrel_attention.kernels.variants import NAMED
 from kestrel_attention.plan import DecodeProblem
 from kestrel_attention.plans import Plans, form
@@ -105,6 +106,7 @@ FORMS = [
     ("a prefix", {"prefix_len": 3}),
     ("prefixes", {"prefix_lens": torch.zeros(2, dtype=torch.int32)}),
     ("more splits", {"num_splits": 3}),
+    ("sinks", {"sinks": torch.zeros(4)}),
 ]
 
 
@@ -127,6 +129,20 @@ def test_wide_kernels_run_where_wheels_hold_them(gpu, rows, recorder):
     launch_of(q=torch.zeros(2, 8, 4, 64).bfloat16())
     assert [name for name, _ in recorder.calls] == [f"decode_bf16_same_d64_w4{rows}"]
     assert gpu.removeprefix("sm") in NAMED[recorder.calls[0][0]].archs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -2.0, 0.0, 3.0])], ids=["without sinks", "with sinks"])
+def test_sinks_reach_the_decode_and_the_combine_kernel_in_float32(sinks, dtype, recorder):
+    table = torch.zeros(2, 300, dtype=torch.int32)
+    launch_of(block_table=table, window_left=-1, num_splits=0, sinks=None if sinks is None else sinks.to(dtype))
+    for (name, given), tensors, scalars in zip(
+        recorder.calls, (DecodeTensors, CombineTensors), (DecodeScalars, CombineScalars), strict=True
+    ):
+        assert name.split("_")[0] == tensors.__name__.removesuffix("Tensors").lower()
+        named = dict(zip((*tensors._fields, *scalars._fields), given, strict=True))
+        assert named["has_sinks"] == (sinks is not None)
+        assert sinks is None or torch.equal(named["mSinks"], sinks)
 
 
 def unaligned(x: torch.Tensor) -> torch.Tensor:

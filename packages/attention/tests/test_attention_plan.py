@@ -408,7 +408,7 @@ def test_one_warp_combines_up_to_eight_splits(dtype, num_splits, warps):
     plan = plan_decode(problem(num_splits=num_splits, pages=64, heads=24, kv_heads=2, dtype=dtype))
     assert plan.combine is not None
     assert (plan.combine.dtype, plan.combine.warps) == (dtype, warps)
-    assert plan.combine_scalars == (12, num_splits)
+    assert plan.combine_scalars == (12, num_splits, 0)
     assert plan.row_blocks == 4  # two blocks of rows for each KV head
     assert plan.partial_rows == 4 * num_splits * 8
 

@@ -69,6 +69,7 @@ def problem_of(
         num_splits=given.num_splits,
         k_scale_heads=0 if k_scale is None else 1 + (k_scale.shape[0] > 1),
         v_scale_heads=0 if v_scale is None else 1 + (v_scale.shape[0] > 1),
+        has_sinks=given.sinks is not None,
         appends=appends,
         **given.scores.of_problem(),
     )
@@ -106,6 +107,7 @@ class Operands(NamedTuple):
     k_scale: Any
     v_scale: Any
     prefix_lens: Any
+    sinks: Any
     k: Any
     v: Any
     integers: tuple[Any, ...]  # as Codes.split has them
@@ -168,7 +170,7 @@ class DecodeLaunch:
         integers: Sequence[torch.Tensor] = (),
         out: torch.Tensor | None = None,
         want_lse: bool = True,
-        sinks: None = None,
+        sinks: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         destination = None
         if out is not None and (out.data_ptr() & 15 or not out.is_contiguous()):
@@ -186,8 +188,9 @@ class DecodeLaunch:
                 x.clone(memory_format=torch.contiguous_format) if x is not None and (odd or x.data_ptr() & 15) else x
                 for x, odd in zip((q, *(new or (None, None))), self.copied, strict=True)
             ]
-            scales = k_scale, v_scale, prefix_lens
-            given = Operands(q, k_cache, v_cache, cache_seqlens, block_table, *scales, k, v, tuple(integers), out, lse)
+            paging, scales = (cache_seqlens, block_table), (k_scale, v_scale)
+            further = prefix_lens, None if sinks is None else sinks.float()
+            given = Operands(q, k_cache, v_cache, *paging, *scales, *further, k, v, tuple(integers), out, lse)
             # All memory is allocated before the first kernel runs: a call that fails has written nothing.
             launch_in_order(self._kernels(self._operands(given, empty)))
         return (out if destination is None else destination.copy_(out)), lse
@@ -210,6 +213,7 @@ class DecodeLaunch:
             k_scale=self.no_float if x.k_scale is None else x.k_scale,
             v_scale=self.no_float if x.v_scale is None else x.v_scale,
             prefix_lens=self.no_int if x.prefix_lens is None else x.prefix_lens,
+            sinks=self.no_float if x.sinks is None else x.sinks,
             lse=self.unread_lse if x.lse is None else x.lse,
             attended=x.out if x.attended is None else x.attended,
             partial_out=scratch[0],
@@ -235,6 +239,7 @@ class DecodeLaunch:
                 mKScale=x.k_scale,
                 mVScale=x.v_scale,
                 mPrefix=x.prefix_lens,
+                mSinks=x.sinks,
                 mOut=x.attended,
                 mLse=x.lse,
                 mPartialOut=x.partial_out,
@@ -243,7 +248,7 @@ class DecodeLaunch:
             )
             kernels.append((self.attend, (*tensors, *plan.scalars, *x.integers, *self.scalars_after)))
         if self.combine is not None:
-            tensors = CombineTensors(x.out, x.lse, x.partial_out, x.partial_lse, x.num_splits)
+            tensors = CombineTensors(x.out, x.lse, x.partial_out, x.partial_lse, x.num_splits, x.sinks)
             kernels.append((self.combine, (*tensors, *plan.combine_scalars)))
         return kernels
 
@@ -253,6 +258,7 @@ class DecodeLaunch:
         tensors: those of a call. given: the same ones by name, None where it has none.
         """
         takes_copies = any(self.copied) or (given.out is not None and not given.out.is_contiguous())
+        takes_copies = takes_copies or (given.sinks is not None and given.sinks.dtype != torch.float32)
         if self.attend is None or takes_copies or (bind_launches := _bind_launches()) is None:
             return None
         empty = allocator(given.q)
@@ -264,7 +270,7 @@ class DecodeLaunch:
             return _CONSTANT if x is None else next(i for i, y in enumerate(tensors) if y is x) + _FIRST
 
         own = _OWN if self.combine is not None else _OWN | dict.fromkeys(_SCRATCH, _CONSTANT)
-        places = Operands(*map(place, given[:10]), tuple(map(place, given.integers)), **own)
+        places = Operands(*map(place, given[:11]), tuple(map(place, given.integers)), **own)
         vectors = (out, *given[:3], given.k, given.v, *loaded_as_vectors(given.integers))
         alignments = [16 if any(x is y for y in vectors) else 1 for x in tensors]
         description: list[Any] = [

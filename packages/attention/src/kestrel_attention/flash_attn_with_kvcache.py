@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kestrel_runtime import check, kernel_op
+from kestrel_runtime import UnsupportedError, check, kernel_op
 
 from . import arguments, decode, hot_calls, prefill, prefill_scratch, reference
 from .arguments import Cached, Codes, Scores
@@ -95,7 +95,7 @@ def flash_attn_with_kvcache(
         where there is one (Hopper, 16-bit heads of 128), which is faster for few short sequences. Changes rounding
         only.
     sinks: float32, bf16 or fp16 [H]: one more logit of each head in the sum of exponentials, without a value. The LSE
-        includes it; it is that of a query that sees no key.
+        includes it; it is that of a query that sees no key. Kernels take float32; others are converted by each call.
     return_lse: also return the natural log of the sum of exponentials, float32 [B, H, Sq].
     out: written with the result, of its shape and dtype; may be q, and overlaps nothing else. Default: a new tensor.
 
@@ -229,7 +229,7 @@ def flash_attn_with_kvcache(
     if key is not None and (launch := hot_calls.taken()) is not None:
         scales, integers = Codes(k_scale, v_scale, k_zero, v_zero, k_tail, seq_ids).split(k_cache)
         paging = cache_seqlens, block_table
-        operands = decode.Operands(q, k_cache, v_cache, *paging, *scales, lengths, k, v, integers, out, None)
+        operands = decode.Operands(q, k_cache, v_cache, *paging, *scales, lengths, sinks, k, v, integers, out, None)
         _hot_calls.keep(key, tensors, launch, partial(_bind, launch, tensors, operands))
     return arguments.deliver(out, result, lse, return_lse)
 
@@ -356,9 +356,12 @@ def _make_launch(
     given: Cached,
 ) -> Launch:
     """The launch of checked arguments, kept under ``key``."""
-    if given.sinks is None and q.shape[1] <= MAX_QUERIES:
-        problem = decode.problem_of(q, k_cache, v_cache, given, appends=bool(new))
-        return decode.make_launch(key, problem, q, new)
+    if q.shape[1] <= MAX_QUERIES:
+        try:
+            problem = decode.problem_of(q, k_cache, v_cache, given, appends=bool(new))
+            return decode.make_launch(key, problem, q, new)
+        except UnsupportedError:  # prefill kernels cover heads of more sizes
+            pass
     if given.codes.split(k_cache)[1] or prefill_scratch.covers(q, k_cache, given):
         return decode.launches.keep(key, prefill_scratch.make_cached(q, k_cache, v_cache, new, given))
     return decode.launches.keep(key, prefill.make_cached(q, k_cache, v_cache, new, given))

@@ -71,6 +71,7 @@ class DecodeProblem:
     k_scale_heads: int = 0
     """0: no scale; 1: one for all heads; 2: one for each."""
     v_scale_heads: int = 0
+    has_sinks: bool = False
     appends: bool = False
     has_wide_kernels: bool = True
     """Whether wheels hold kernels of several row blocks, and of one split of few sequences, for the GPU."""
@@ -248,6 +249,7 @@ def plan_decode(problem: DecodeProblem) -> DecodePlan:
         k_scale_heads=problem.k_scale_heads,
         v_scale_heads=problem.v_scale_heads,
         has_prefix_lens=int(problem.has_prefix_lens),
+        has_sinks=int(problem.has_sinks),
         prefix_len=min(problem.prefix_len, UNBOUNDED),
         window_left=left,
         window_right=right,
@@ -275,7 +277,7 @@ def plan_decode(problem: DecodeProblem) -> DecodePlan:
         combine=_named(combine, CombineVariant) if combines else None,
         append=_named(f"append_{variant.dtype}_{variant.cache}", AppendVariant) if problem.appends else None,
         scalars=scalars,
-        combine_scalars=CombineScalars(group_size=problem.group_size, num_splits=num_splits),
+        combine_scalars=CombineScalars(problem.group_size, num_splits, int(problem.has_sinks)),
         append_scalars=append_scalars,
         partial_rows=partial_rows,
         row_blocks=blocks,

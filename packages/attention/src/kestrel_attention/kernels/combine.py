@@ -18,8 +18,8 @@ from cutlass import Float32, Int32, Int64
 from kestrel_runtime.cute_dsl import arguments, numeric, parameters, pdl, ptx
 
 from .constants import BLOCK_ROWS, COMBINE_SPLITS
-from .decode import LOG2_E
 from .parameters import CombineScalars, CombineTensors
+from .scores import LOG2_E, add_sink
 
 DIMS = 128  # of a block: four of each lane
 
@@ -41,6 +41,7 @@ class Combine:
             mPartialOut=arguments.contiguous(Float32, cute.sym_int64()),
             mPartialLse=arguments.any_strides(Float32, cute.sym_int()),
             mNumSplits=arguments.any_strides(Int32, cute.sym_int()),
+            mSinks=arguments.any_strides(Float32, cute.sym_int()),
         )
         return (*tensors, *parameters.compile_time(CombineScalars), arguments.torch_stream())
 
@@ -109,6 +110,10 @@ class Combine:
             if warp == 0:
                 base, total = rSum[0], rSum[1]
                 factor = cutlass.select_(total == 0.0, Float32(0.0), 1.0 / total)
+                lse = base + ptx.log2_approx(total) * (1.0 / LOG2_E)
+                if scalars.has_sinks != 0:
+                    share, lse = add_sink(lse, tensors.mSinks[head])
+                    factor = factor * share
                 if dim < head_dim:
                     kind = cutlass.const_expr(numeric.ptx_name(self.dtype))
                     out_row = (Int64(sequence) * queries + query) * heads + head
@@ -116,7 +121,7 @@ class Combine:
                     words = [ptx.pack_f32x2(four[2 * k], four[2 * k + 1], kind) for k in range(2)]
                     ptx.store_global(mOut.iterator.toint() + 2 * (out_row * head_dim + dim), words)
                 if tid == 0 and first_dim == 0:
-                    tensors.mLse[sequence, head, query] = base + ptx.log2_approx(total) * (1.0 / LOG2_E)
+                    tensors.mLse[sequence, head, query] = lse
 
     @cute.jit
     def combine_range(self, rOut, rSum, lses, partials, first_split: Int32, num_splits: Int32):

@@ -124,6 +124,7 @@ class Decode(DecodeLoads, DecodeEpilogue):
             mKScale=mKScale,
             mVScale=mVScale,
             mPrefix=arguments.any_strides(Int32, cute.sym_int()),
+            mSinks=arguments.any_strides(Float32, cute.sym_int()),
             mOut=arguments.contiguous(self.dtype, batch, queries, heads, head_dim),
             mLse=arguments.contiguous(Float32, batch, heads, queries),
             mPartialOut=arguments.contiguous(Float32, cute.sym_int64()),
@@ -263,6 +264,8 @@ class Decode(DecodeLoads, DecodeEpilogue):
                 tensors.mPartialLse,
                 tensors.mVScale,
                 scalars.v_scale_heads,
+                tensors.mSinks,
+                scalars.has_sinks,
             )
             loads = Loads(shared, stages, rPages, rOffsets, pages, base, split)
             scoring, tail_source = Scoring(sVisible, scale, softcap), TailSource(tail_row, tail_ptr)

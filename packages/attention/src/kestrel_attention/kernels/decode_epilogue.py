@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64
 from kestrel_runtime.cute_dsl import numeric, ptx
 
 from .constants import BLOCK_ROWS
-from .scores import LOG2_E
+from .scores import LOG2_E, add_sink
 from .tile import WarpTiles
 
 
@@ -39,7 +39,7 @@ class WarpSums(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Where results and partial results go, and the scales of V."""
+    """Where results and partial results go, and what applies to results alone."""
 
     mOut: cute.Tensor
     mLse: cute.Tensor
@@ -47,6 +47,8 @@ class Results(NamedTuple):
     mPartialLse: cute.Tensor
     mVScale: cute.Tensor
     v_scale_heads: Int32
+    mSinks: cute.Tensor
+    has_sinks: Int32
 
 
 class DecodeEpilogue:
@@ -135,6 +137,10 @@ class DecodeEpilogue:
             packed_row = rows.first + row
             query = self.query_of(packed_row, rows)
             head = rows.kv_head * rows.group_size + packed_row - query * rows.group_size
+            if whole and results.has_sinks != 0:
+                share, lse = add_sink(lse, results.mSinks[head])
+                for k in cutlass.range_constexpr(4 * self.units_per_warp):
+                    rOut[k] = rOut[k] * share
             partial_row = partial * BLOCK_ROWS + row
             if g == 0 and warp_in_split < 2:
                 if whole:

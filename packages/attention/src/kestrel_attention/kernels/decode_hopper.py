@@ -20,7 +20,7 @@ from .constants import BLOCK_ROWS, TILE_KEYS
 from .decode import Decode, Loads, Pages, Scoring, TailSource
 from .decode_epilogue import Results, Rows
 from .decode_loads import Split
-from .scores import LOG2_E, RESCALE_SLACK, finite, soft_cap
+from .scores import LOG2_E, RESCALE_SLACK, add_sink, finite, soft_cap
 from .tile import ScoreScales, VisibleWords, WarpTiles
 
 WARPGROUP_WARPS = 4
@@ -454,6 +454,9 @@ class DecodeWide(Decode):
             partial_row = partial * BLOCK_ROWS + row % BLOCK_ROWS
             mOut = results.mOut
             if num_splits == 1:
+                if results.has_sinks != 0:
+                    share, lse = add_sink(lse, results.mSinks[head])
+                    four = [x * share for x in four]
                 out_row = ((Int64(rows.sequence) * mOut.shape[1] + query) * mOut.shape[2] + head) * tiles.head_dim
                 ptx.store_global(mOut.iterator.toint() + 2 * (out_row + 4 * lane), self.rounded(four, extra))
                 if lane == 0:

@@ -24,6 +24,7 @@ class DecodeTensors(NamedTuple):
     mKScale: Tensor
     mVScale: Tensor
     mPrefix: Tensor
+    mSinks: Tensor
     mOut: Tensor
     mLse: Tensor
     mPartialOut: Tensor
@@ -44,6 +45,7 @@ class DecodeScalars(NamedTuple):
     k_scale_heads: i32  # 0: no scale, 1: one for all heads, 2: one for each
     v_scale_heads: i32
     has_prefix_lens: i32
+    has_sinks: i32
     prefix_len: i32
     window_left: i32
     window_right: i32
@@ -86,13 +88,14 @@ class Int4Extra(NamedTuple):
 
 
 class CombineTensors(NamedTuple):
-    """Of combine.py."""
+    """Of combine.py. Without sinks, any other tensor is in place of mSinks, and not read."""
 
     mOut: Tensor
     mLse: Tensor
     mPartialOut: Tensor
     mPartialLse: Tensor
     mNumSplits: Tensor
+    mSinks: Tensor
 
 
 class CombineScalars(NamedTuple):
@@ -100,6 +103,7 @@ class CombineScalars(NamedTuple):
 
     group_size: i32
     num_splits: i32
+    has_sinks: i32
 
 
 class AppendTensors(NamedTuple):

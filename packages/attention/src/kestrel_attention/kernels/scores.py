@@ -29,6 +29,17 @@ def window(position: Int32, scalars, held: Int32):
 
 
 @cute.jit
+def add_sink(lse: Float32, sink: Float32):
+    """What is left of a row's results once the sink, one more logit without a value, counts; and the new LSE."""
+    largest = ptx.fmax(lse, sink)
+    base = cutlass.select_(largest == -Float32.inf, Float32(0.0), largest)
+    weight = ptx.exp2_approx((lse - base) * LOG2_E)
+    total = weight + ptx.exp2_approx((sink - base) * LOG2_E)
+    share = cutlass.select_(total == 0.0, Float32(0.0), weight / total)
+    return share, base + ptx.log2_approx(total) * (1.0 / LOG2_E)
+
+
+@cute.jit
 def finite(scale: Float32) -> Float32:
     """A product of scales, at most 2^127 in magnitude: infinity times a score of 0 would be NaN."""
     return ptx.fmax_nan(ptx.fmin_nan(scale, Float32(2.0**127)), Float32(-(2.0**127)))
