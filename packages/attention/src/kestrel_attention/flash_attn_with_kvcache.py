@@ -90,7 +90,7 @@ def flash_attn_with_kvcache(
         <= p; window (left, right) keeps p - left .. p + right, -1 is unbounded.
     softcap: scores become softcap * tanh(scores / softcap); 0 is off.
     prefix_len: an int or int32 [B]; keys below it are visible to all queries whatever causal and window say.
-    num_splits: the most splits of a sequence (split-KV) in calls of up to 16 queries without sinks; others choose by
+    num_splits: the most splits of a sequence (split-KV) in calls of up to 16 queries; others choose by
         length. 0: chosen from each length. kestrel_attention.MORE_WARPS (-1): one split for a kernel of twice the warps
         where there is one (Hopper, 16-bit heads of 128), which is faster for few short sequences. Changes rounding
         only.
