@@ -390,8 +390,8 @@ def perplexity_table(found: Json) -> str:
     lines = [
         f"**Perplexity of `tiny` on {where(found['environment'])}**: {found['bytes']} bytes of held-out text in "
         f"{found['windows']} windows, every byte seeing the cache that it would see in decoding. The linear layers "
-        "have weights in bf16 or in 4 bits (groups of 128 with zero points), router and experts in bf16, rounded to 4 bits "
-        "where a row names them. "
+        "have weights in bf16 or in 4 bits (groups of 128 with zero points). Router and experts have weights in bf16, "
+        "rounded to 4 bits where a row names them. "
         "*Divergence*: from the predictions with bf16 weights and cache, in nats per byte.\n",
         "| weights | KV cache | attention | bits per byte | perplexity | against bf16 | at most | divergence |",
         "|---|---|---|---|---|---|---|---|",
