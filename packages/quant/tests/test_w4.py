@@ -344,6 +344,28 @@ def test_words_that_compressed_tensors_packed_are_read() -> None:
     assert packed.dequantize().tolist() == [[2.0 * (code - zero) for code in codes] for zero in zeros]
 
 
+LIBRARIES = json.loads((Path(__file__).parent / "w4_libraries.json").read_text(encoding="utf-8"))["layers"]
+PARTS = {"qweight": (torch.int32, (4, 32)), "scales": (torch.float16, (2, 32)), "qzeros": (torch.int32, (2, 4))}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_layer_that_a_library_packed_has_the_weight_that_it_dequantises(library: str) -> None:
+    """The libraries themselves made the file: 32 columns and rows in groups of 16, with zero points."""
+
+    def read(text: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.frombuffer(bytearray.fromhex(text), dtype=dtype).view(shape)
+
+    layer = LIBRARIES[library]
+    parts = {name: read(text, *PARTS.get(name, (torch.int32, (32,)))) for name, text in layer["tensors"].items()}
+    if layer["from"] == "awq":
+        packed = w4_from_awq(**parts | {"qweight": parts["qweight"].view(32, 4)})
+    else:
+        packed = w4_from_gptq(**parts, checkpoint_format=layer["from"])
+    assert torch.equal(packed.dequantize(), read(layer["dequantized"], torch.float16, (32, 32)).t())
+    assert packed.group_size == 16
+    assert (packed.permutation is None) == (library in ("AutoGPTQ 0.7.1", "AutoAWQ 0.2.9"))
+
+
 @pytest.mark.parametrize("unset", [[-1] * 32, [*range(31), -1]])
 def test_an_order_that_is_not_set_is_that_of_the_columns(unset: list[int]) -> None:
     codes, scales, zeros = checkpoint(32, 8, 16, torch.float16)
