@@ -1,9 +1,9 @@
 """Attention of dense queries that see every key, on Hopper, for heads of 72 and 80: those of vision encoders.
 
 As prefill_hopper.py, without what other calls need: all works have the same tiles, which one thread copies whole by
-TMA. Keys and queries lie in column blocks of 64 and 16 dims, values in two of 64. Results are stored by
-TMA. The first tile of a work ends with the keys that do not fill one; TMA writes zeros ahead of them. So no later
-tile is masked. The scores of the first tile are computed together with the last products of the work before.
+TMA. Keys and queries lie in column blocks of 64 and 16 dims, values in two of 64. TMA stores results, too. The first
+tile of a work ends with the keys that do not fill one; TMA writes zeros ahead of them. So no later tile is masked. The
+scores of the first tile are computed together with the last products of the work before.
 """
 
 from __future__ import annotations
