@@ -70,6 +70,20 @@ def ints(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
+SPREADS = ["rising", "falling", "spikes", "rows"]
+
+
+def spread_scores(kind: str, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Make scores grow by far more from tile to tile than weights may, in place."""
+    steps = torch.linspace(0, 25, k.shape[1], device="cuda")
+    if kind == "rows":  # of which few move
+        q[:, 5::16] *= 20
+    elif kind == "spikes":
+        k[:, 130::97] *= 30
+    else:
+        k *= (steps if kind == "rising" else steps.flip(0)).to(k.dtype)[:, None, None]
+
+
 def scores(batch: int, heads: int) -> dict[str, dict[str, Any]]:
     """Arguments that shape the scores, by a name."""
     torch.manual_seed(1)

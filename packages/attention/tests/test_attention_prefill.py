@@ -19,6 +19,7 @@ from kestrel_attention.kernels.prefill_variants import (
     HopperPrefillVariant,
     PrefillVariant,
     prefilling,
+    prefilling_in_full,
 )
 from kestrel_attention.prefill_plan import PrefillProblem, plan_prefill, section_heads
 from kestrel_runtime import UnsupportedError
@@ -155,11 +156,13 @@ def test_a_call_takes_the_thread_blocks_that_end_first(head_dim, batch, how, row
 @pytest.mark.parametrize(
     ("how", "name"),
     [
-        ({"head_dim": 72}, "full_d72_x2"),
-        ({"head_dim": 72, "batch": 2}, "full_d72_x3"),
-        ({"head_dim": 72, "batch": 13, "max_keys": 1}, "full_d72_x3"),
+        ({"head_dim": 72}, "full_d72_x2_f64"),
+        ({"head_dim": 72, "batch": 2}, "full_d72_x3_f64"),
+        ({"head_dim": 72, "batch": 2, "max_keys": 740}, "full_d72_x3_f96"),
+        ({"head_dim": 72, "batch": 13, "max_keys": 1}, "full_d72_x3_f64"),
         ({"head_dim": 64}, ""),
-        ({"head_dim": 80}, ""),
+        ({"head_dim": 80, "max_keys": 1024}, "full_d80_x2_f64"),
+        ({"head_dim": 88}, ""),
         ({"head_dim": 72, "causal": True}, ""),
         ({"head_dim": 72, "window_left": 5}, ""),
         ({"head_dim": 72, "softcap": 2.0}, ""),
@@ -177,6 +180,16 @@ def test_dense_queries_that_see_every_key_have_a_kernel_for_the_heads_of_vision_
     assert plan.variant.name.endswith(name) if name else "full" not in plan.variant.name
     if name:
         assert (plan.scalars.max_blocks, plan.scalars.has_counter, plan.scalars.num_splits) == (132, 0, 1)
+
+
+@pytest.mark.parametrize("head_dim", [72, 80])
+@pytest.mark.parametrize("keys", range(1, 200))
+def test_the_first_tile_holds_the_keys_that_others_do_not(keys, head_dim):
+    variants = prefilling_in_full("bf16", head_dim, keys)
+    assert sorted(v.consumers for v in variants) == [2, 3]
+    for v in variants:
+        tiles = -(-keys // v.key_tile)
+        assert 0 < keys - (tiles - 1) * v.key_tile <= v.first_tile
 
 
 def test_packed_sequences_are_of_unknown_lengths():

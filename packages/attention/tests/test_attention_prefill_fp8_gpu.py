@@ -8,7 +8,18 @@ import pytest
 import torch
 from bounds import assert_lse_alike, assert_prefill_alike
 from decode_oracle import same_bits
-from prefill_gpu import DTYPES, LENGTHS, NAMES, each_kernel, ints, random, scores, starts_of  # noqa: F401
+from prefill_gpu import (
+    DTYPES,
+    LENGTHS,
+    NAMES,
+    SPREADS,
+    each_kernel,  # noqa: F401
+    ints,
+    random,
+    scores,
+    spread_scores,
+    starts_of,
+)
 from prefill_oracle import assert_exact, exact_attention, fp8_attention, of_sequence
 
 from kestrel_attention import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, prefill
@@ -81,7 +92,7 @@ def test_a_score_of_zero_is_zero_however_large_its_scale(size, queries_in):
     assert same_bits(got, flash_attn_func(q, k, v, return_lse=True))
 
 
-@pytest.mark.parametrize("kind", ["rising", "falling", "spikes", "rows"])
+@pytest.mark.parametrize("kind", SPREADS)
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_weights_over_codes_that_outgrow_their_base_are_those_of_float64(size, kind):
     """f16 flushes weights below 2^-31 of the largest, which counts where the values of larger ones are 0."""
@@ -90,13 +101,7 @@ def test_weights_over_codes_that_outgrow_their_base_are_those_of_float64(size, k
     torch.manual_seed(0)
     q = random(4, 300, 16, size, dtype=torch.bfloat16)
     k, v = (random(4, 520, 4, size, dtype=torch.bfloat16) for _ in range(2))
-    steps = torch.linspace(0, 25, 520, device="cuda")
-    if kind == "rows":  # of which few move
-        q[:, 5::16] *= 20
-    elif kind == "spikes":
-        k[:, 130::97] *= 30
-    else:
-        k *= (steps if kind == "rising" else steps.flip(0)).bfloat16()[:, None, None]
+    spread_scores(kind, q, k)
     k, v = (codes_of(x, torch.float8_e4m3fn) for x in (k, v))
     out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True)
     for b in (0, 3):
@@ -126,6 +131,25 @@ def test_nan_stays_in_its_row_or_head(size, queries_in):
     out = flash_attn_func(q, k, v, causal=True)
     assert bool(out[0, 200:, 2:].isnan().all())
     assert same_bits((out[0, :200], out[0, :, :2]), (want[0, :200], want[0, :, :2]))
+
+
+@pytest.mark.parametrize("queries_in", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("queries", [20, 300])  # splits, or none
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_nan_in_a_scale_of_keys_stays_in_its_head(size, queries, queries_in):
+    torch.manual_seed(0)
+    q = random(1, queries, 4, size, dtype=torch.bfloat16).to(queries_in)
+    k, v = (codes_of(random(1, 2000, 2, size, dtype=torch.bfloat16), torch.float8_e4m3fn) for _ in range(2))
+    scales = torch.tensor([0.5, 2.0], device="cuda")
+    want = flash_attn_func(q, k, v, k_scale=scales, causal=True, return_lse=True)
+    scales[1] = math.nan
+    out, lse = flash_attn_func(q, k, v, k_scale=scales, causal=True, return_lse=True)
+    assert bool(out[:, :, 2:].isnan().all())
+    assert bool(lse[:, 2:].isnan().all())
+    assert same_bits((out[:, :, :2], lse[:, :2]), (want[0][:, :, :2], want[1][:, :2]))
+    out, lse = flash_attn_func(q, k[:, :10], v[:, :10], k_scale=scales, causal=True, return_lse=True)
+    assert bool((out[:, : queries - 10] == 0).all())  # without keys
+    assert bool(out[:, queries - 10 :, 2:].isnan().all())
 
 
 def fp8_products(storage: torch.dtype, size: int) -> bool:

@@ -1,4 +1,4 @@
-"""Dense queries that see every key, in heads of 72, on a GPU: a kernel of their own, against float64."""
+"""Dense queries that see every key, in heads of 72 and 80, on a GPU: a kernel of their own, against float64."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ KINDS = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [72, 80])
 @pytest.mark.parametrize("keys", [1, 57, 64, 65, 96, 97, 160, 161, 192, 729, 1024, 1500])
-def test_any_number_of_keys_fills_its_tiles(keys, dtype):
+def test_any_number_of_keys_fills_its_tiles(keys, size, dtype):
     torch.manual_seed(0)
-    q = random(2, 200, HEADS, 72, dtype=dtype)
-    k, v = (random(2, keys, HEADS // 4, 72, dtype=dtype) for _ in range(2))
+    q = random(2, 200, HEADS, size, dtype=dtype)
+    k, v = (random(2, keys, HEADS // 4, size, dtype=dtype) for _ in range(2))
     out, lse = flash_attn_func(q, k, v, return_lse=True)
     for b in range(2):
         assert_exact(out[b], lse[b], exact_attention(q[b], k[b], v[b]))
@@ -48,11 +49,12 @@ def test_the_base_of_weights_moves_where_scores_grow(batch, kind):
         assert_exact(out[b], lse[b], exact_attention(q[b], k[b], v[b]))
 
 
+@pytest.mark.parametrize("size", [72, 80])
 @pytest.mark.parametrize("queries", [129, 191, 192, 193, 385, 729])
-def test_nothing_is_written_past_the_last_query(queries):
+def test_nothing_is_written_past_the_last_query(queries, size):
     torch.manual_seed(0)
-    q = random(3, queries, HEADS, 72, dtype=torch.bfloat16)
-    k, v = (random(3, 300, HEADS // 2, 72, dtype=torch.bfloat16) for _ in range(2))
+    q = random(3, queries, HEADS, size, dtype=torch.bfloat16)
+    k, v = (random(3, 300, HEADS // 2, size, dtype=torch.bfloat16) for _ in range(2))
     memory = torch.full((q.numel() + 2**17,), 7.0, dtype=torch.bfloat16, device="cuda")
     out = memory[: q.numel()].view(q.shape)
     returned, lse = flash_attn_func(q, k, v, out=out, return_lse=True)
@@ -62,9 +64,10 @@ def test_nothing_is_written_past_the_last_query(queries):
         assert_exact(out[b], lse[b], exact_attention(q[b], k[b], v[b]))
 
 
-def test_slices_of_a_fused_qkv_give_the_bits_of_contiguous_tensors():
+@pytest.mark.parametrize("size", [72, 80])
+def test_slices_of_a_fused_qkv_give_the_bits_of_contiguous_tensors(size):
     torch.manual_seed(0)
-    qkv = random(2, 729, 3, 16, 72, dtype=torch.bfloat16)
+    qkv = random(2, 729, 3, 16, size, dtype=torch.bfloat16)
     want = flash_attn_func(*(x.contiguous() for x in qkv.unbind(2)), return_lse=True)
     assert same_bits(flash_attn_func(*qkv.unbind(2), return_lse=True), want)
 
@@ -107,3 +110,18 @@ def test_a_query_of_nan_stays_in_its_row():
     assert bool(got[1, 7, 3].isnan().all())
     got[1, 7, 3] = clean[1, 7, 3]
     assert same_bits((got,), (clean,))
+
+
+@pytest.mark.parametrize("keys", [57, 96, 153, 180, 300])
+def test_an_infinite_value_is_infinite_in_its_dim_alone(keys):
+    """Keys that others of their tile do not have hold zeros, not values of other keys."""
+    torch.manual_seed(0)
+    q, k, v = (random(2, n, HEADS, 72, dtype=torch.bfloat16) for n in (200, keys, keys))
+    clean = flash_attn_func(q, k, v)
+    for at in {0, keys // 2, keys - 1}:
+        v_at = v.clone()
+        v_at[1, at, 3, 5] = torch.inf
+        got = flash_attn_func(q, k, v_at)
+        assert bool((got[1, :, 3, 5] == torch.inf).all())
+        got[1, :, 3, 5] = clean[1, :, 3, 5]
+        assert same_bits((got,), (clean,))

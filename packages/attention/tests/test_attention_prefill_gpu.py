@@ -13,12 +13,14 @@ from prefill_gpu import (
     LENGTHS,
     NAMES,
     SIZES,
+    SPREADS,
     each_kernel,  # noqa: F401
     ints,
     packed,
     random,
     scattered,
     scores,
+    spread_scores,
     starts_of,
 )
 from prefill_oracle import assert_exact, exact_attention, of_sequence
@@ -155,21 +157,15 @@ def test_packed_sequences_of_few_queries_have_the_bits_of_each_alone(size):
         assert same_bits(got, (out[rows], lse[:, rows]))
 
 
-@pytest.mark.parametrize("kind", ["rising", "falling", "spikes", "rows"])
+@pytest.mark.parametrize("kind", SPREADS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
 def test_weights_that_outgrow_their_base_are_those_of_float64(size, dtype, kind):
-    """Scores that grow by far more from tile to tile than weights may; in larger thread blocks too."""
+    """In larger thread blocks too."""
     torch.manual_seed(0)
     q = random(40, 300, 16, size, dtype=dtype)
     k, v = (random(40, 520, 4, size, dtype=dtype) for _ in range(2))
-    steps = torch.linspace(0, 25, 520, device="cuda")
-    if kind == "rows":  # of which few move
-        q[:, 5::16] *= 20
-    elif kind == "spikes":
-        k[:, 130::97] *= 30
-    else:
-        k *= (steps if kind == "rising" else steps.flip(0)).to(dtype)[:, None, None]
+    spread_scores(kind, q, k)
     how = {"causal": True, "return_lse": True}
     out, lse = flash_attn_func(q, k, v, **how)
     for b in (0, 39):

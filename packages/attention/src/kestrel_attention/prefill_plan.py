@@ -152,7 +152,7 @@ def plan_prefill(problem: PrefillProblem) -> PrefillPlan:
         if variant is not None and variant.boxes and by_32:
             variant = in_large_boxes(variant)
         if boxes and limit == 1 and sees_every_key(problem):
-            candidates = prefilling_in_full(problem.dtype, problem.head_dim)
+            candidates = prefilling_in_full(problem.dtype, problem.head_dim, problem.max_keys)
             variant = min(candidates, key=lambda v: estimated_tiles(problem, v), default=variant)
         variant = variant or prefilling(*case, short)
     if variant is None:

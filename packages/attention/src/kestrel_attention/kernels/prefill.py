@@ -344,7 +344,7 @@ class Prefill(PrefillBase):
         """A of row tile m and dims 16 k.."""
         at = sQ + warp * (self.warp_rows * self.row_bytes) + self.fragment(16 * m, 2 * k, False, lane)
         words = ptx.ldmatrix_x4(at)
-        return [word ^ signs for word in words]
+        return self.signed(words, signs)
 
     @cute.jit
     def read_all_queries(self, sQ: Int32, rQ, signs: Uint32, warp, lane):

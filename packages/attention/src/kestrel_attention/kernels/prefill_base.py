@@ -21,6 +21,9 @@ from .parameters import PrefillScalars, PrefillTensors
 from .prefill_types import Keys, Located, OutputRows, Place, Results, Scales, Visible, Work
 from .scores import LOG2_E, RESCALE_SLACK
 
+SIGN_BITS = 0x80008000  # of two queries of 16 bits
+ALL_NAN = 0x7FFF7FFF  # makes NaN of queries, so that all their scores are NaN but those of hidden keys
+
 
 @dataclass(frozen=True)
 class PrefillBase:
@@ -271,10 +274,16 @@ class PrefillBase:
                 product *= tensors.mKScale[cutlass.select_(scalars.k_scale_heads > 1, kv_head, Int32(0))]
             if scalars.v_scale_heads > 0:
                 v_scale = tensors.mVScale[cutlass.select_(scalars.v_scale_heads > 1, kv_head, Int32(0))]
-            signs = signs ^ cutlass.select_(product < 0.0, Uint32(0x80008000), Uint32(0))
+            signs = signs ^ cutlass.select_(product < 0.0, Uint32(SIGN_BITS), Uint32(0))
+            signs = cutlass.select_(product == product, signs, Uint32(ALL_NAN))
             softmax_scale *= cutlass.select_(product < 0.0, -product, product)
             softmax_scale = ptx.fmin(ptx.fmax(softmax_scale, Float32(2.0**-126)), Float32(2.0**125))
         return Scales(signs, softmax_scale, v_scale)
+
+    def signed(self, words, signs: Uint32) -> list:
+        """Pairs of queries of 16 bits, as query_signs says."""
+        flipped, set_to_1 = signs & Uint32(SIGN_BITS), signs & Uint32(ALL_NAN)
+        return [(word ^ flipped) | set_to_1 for word in words]
 
     @cute.jit
     def clear_rows(self, tensors: PrefillTensors, first, end, head, tid):

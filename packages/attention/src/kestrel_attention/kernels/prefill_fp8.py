@@ -207,12 +207,14 @@ class PrefillFp8(PrefillHopper):
 
     @cute.jit
     def flip_signs(self, sQ: Int32, signs: Uint32, warpgroup):
-        """Negate the queries of a warpgroup where the scale is negative."""
+        """Negate the queries of a warpgroup where the scale is negative; NaN where it is."""
         thread = cute.arch.thread_idx()[0] % 128
         for _ in cutlass.range(once_if(signs != 0), unroll=1):
             for i in cutlass.range_constexpr(self.query_bytes // (16 * 128)):
                 to = sQ + 16 * (thread + 128 * i)
-                ptx.store_shared(to, [word ^ Uint32(0x80808080) for word in ptx.load_shared(to, 4)])
+                words = ptx.load_shared(to, 4)
+                nan, flips = Uint32(0x7F7F7F7F), Uint32(0x80808080)
+                ptx.store_shared(to, [cutlass.select_(signs & 1 != 0, x | nan, x ^ flips) for x in words])
             hopper.fence_proxy_async()
             hopper.named_barrier(1 + warpgroup, 128)
 

@@ -112,17 +112,22 @@ class PrefillHopper(HopperLoop):
         for tensor_map in self.tensor_maps(pipe):
             if tid == 32:
                 hopper.prefetch_tensor_map(tensor_map)
+        self.run_roles(tensors, scalars, pipe, row_blocks, batch, first, step, count)
+
+    @cute.jit
+    def run_roles(self, tensors, scalars, pipe, *works):
+        """Become the producer warpgroup, or a consumer, once barriers are there. works: which the thread block has."""
         cute.arch.sync_threads()
-        warpgroup = cute.arch.make_warp_uniform(tid // 128)
+        warpgroup = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
         if warpgroup == 0:
             hopper.registers_down(self.producer_registers)
-            self.produce(tensors, scalars, pipe, row_blocks, batch, first, step, count)
+            self.produce(tensors, scalars, pipe, *works)
         else:
             hopper.registers_up(self.consumer_registers)
             if cutlass.const_expr(self.pdl):
                 pdl.wait()
                 pdl.trigger()
-            self.consume(tensors, scalars, pipe, warpgroup - 1)
+            self.consume(tensors, scalars, pipe, warpgroup - 1, *works)
 
     def tensor_maps(self, pipe: Pipe) -> list:
         """Those that the kernel uses."""
@@ -193,7 +198,7 @@ class PrefillHopper(HopperLoop):
     # -- consumers ------------------------------------------------------------------------------------------------
 
     @cute.jit
-    def consume(self, tensors, scalars, pipe: Pipe, warpgroup):
+    def consume(self, tensors, scalars, pipe: Pipe, warpgroup, *_):
         tid, _, _ = cute.arch.thread_idx()
         lane, warp = tid % 32, cute.arch.make_warp_uniform(tid % 128 // 32)
         rOut = cute.make_rmem_tensor(self.output_dims // 2, Float32)
@@ -366,7 +371,8 @@ class PrefillHopper(HopperLoop):
         largest = ptx.packed("max.u16x2", largest, cute.arch.shuffle_sync_bfly(largest, 16))
         exponent = Int32(ptx.packed("max.u16x2", largest, largest >> 16) & 0xFFFF) >> 7  # biased by 127
         power = cutlass.min(254 + HALF_EXPONENT - exponent, 253)  # biased too, as is that of the inverse: 254 - power
-        factor = ptx.int_as_float((power << 23) ^ Int32(work.query_signs & 0x80000000))
+        signs = work.query_signs  # its lowest bit: the factor is NaN
+        factor = ptx.int_as_float(((power << 23) ^ Int32(signs & 0x80000000)) | -Int32(signs & 1))
         for i in cutlass.range_constexpr(units):
             to = sQ + self.place_of(WARPGROUP_ROWS, row, first + i)
             words = []
@@ -385,11 +391,11 @@ class PrefillHopper(HopperLoop):
 
     @cute.jit
     def flip_signs(self, sQ: Int32, signs: Uint32, warpgroup):
-        """Negate the queries of a warpgroup where the scale is negative."""
+        """Negate the queries of a warpgroup where the scale is negative; NaN where it is."""
         thread = cute.arch.thread_idx()[0] % 128
         for _ in cutlass.range(once_if(signs != 0), unroll=1):
             for i in cutlass.range_constexpr(self.query_bytes // (16 * 128)):
                 to = sQ + 16 * (thread + 128 * i)
-                ptx.store_shared(to, [word ^ signs for word in ptx.load_shared(to, 4)])
+                ptx.store_shared(to, self.signed(ptx.load_shared(to, 4), signs))
             hopper.fence_proxy_async()
             hopper.named_barrier(1 + warpgroup, 128)

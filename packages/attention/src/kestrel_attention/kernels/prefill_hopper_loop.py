@@ -442,10 +442,15 @@ class HopperLoop(HopperProducer):
 
     @cute.jit
     def weigh_by_last_base(self, rScore, rP, sums: Sums, rTile, scale):
-        """Weights in rP and their sums in rTile; whether a base of the warp's rows must move."""
+        """Weights in rP and their sums in rTile; whether a base of the warp's rows must move.
+
+        Fewer scores than a tile has are those of its last keys.
+        """
+        count = cutlass.const_expr(cute.size(rScore) // 4)
+        skipped = cutlass.const_expr(self.key_tile // 8 - count)
         bases = [-self.log2_unit(sums.rMax[r], scale[r]) for r in range(2)]
         totals = [Float32(0.0)] * 4
-        for n in cutlass.range_constexpr(self.key_tile // 8):
+        for n in cutlass.range_constexpr(count):
             for r in cutlass.range_constexpr(2):
                 pair = [rScore[4 * n + 2 * r + e] for e in range(2)]
                 if cutlass.const_expr(self.keeps_scores):
@@ -453,7 +458,7 @@ class HopperLoop(HopperProducer):
                 pair = [ptx.exp2_approx(x) for x in pair]
                 for e in cutlass.range_constexpr(2):
                     totals[2 * r + e] += pair[e]
-                rP[2 * n + r] = ptx.pack_f32x2(pair[0], pair[1], self.product_kind)
+                rP[2 * (n + skipped) + r] = ptx.pack_f32x2(pair[0], pair[1], self.product_kind)
         moves = False
         for r in cutlass.range_constexpr(2):
             rTile[r] = totals[2 * r] + totals[2 * r + 1]
@@ -467,7 +472,7 @@ class HopperLoop(HopperProducer):
             moves = rTile[r] > self.most_of_tile or sums.rMax[r] == -Float32.inf
             in_row = cutlass.select_(moves, Int32(1), Int32(0))
             highest = -Float32.inf
-            for n in cutlass.range_constexpr(self.key_tile // 8):
+            for n in cutlass.range_constexpr(cute.size(rScore) // 4):
                 i = cutlass.const_expr(4 * n + 2 * r)
                 highest = ptx.fmax(highest, ptx.fmax(rScore[i], rScore[i + 1]))
             for distance in cutlass.range_constexpr(1, 3):  # lanes of the row

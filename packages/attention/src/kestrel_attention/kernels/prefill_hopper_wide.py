@@ -57,7 +57,7 @@ class PrefillHopperWide(WideProducer):
         return (cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128) - 1) * self.output_dims
 
     @cute.jit
-    def consume(self, tensors, scalars, pipe: Pipe, warpgroup):
+    def consume(self, tensors, scalars, pipe: Pipe, warpgroup, *_):
         """Both warpgroups have the rows of the first."""
         WideProducer.consume(self, tensors, scalars, pipe, Int32(0))
 
@@ -67,7 +67,7 @@ class PrefillHopperWide(WideProducer):
         for _ in cutlass.range(once_if(signs != 0), unroll=1):
             for i in cutlass.range_constexpr(self.query_bytes // (16 * 256)):
                 to = sQ + 16 * (thread + 256 * i)
-                ptx.store_shared(to, [word ^ signs for word in ptx.load_shared(to, 4)])
+                ptx.store_shared(to, self.signed(ptx.load_shared(to, 4), signs))
             hopper.fence_proxy_async()
             hopper.named_barrier(Int32(SHARED_BARRIER), 256)
 

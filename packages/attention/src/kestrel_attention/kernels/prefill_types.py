@@ -42,7 +42,7 @@ class Visible(NamedTuple):
 class Scales(NamedTuple):
     """The scales of a head."""
 
-    query_signs: Uint32  # flips the signs of two queries
+    query_signs: Uint32  # flips the signs of two queries, or makes NaN of them where a scale is NaN
     softmax_scale: Float32  # positive, with the scales of FP8 queries and keys; with a soft cap, times 2 / softcap
     v_scale: Float32
 

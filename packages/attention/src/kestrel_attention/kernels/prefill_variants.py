@@ -139,30 +139,37 @@ class HopperPrefillVariant:
     def ctas_per_sm(self) -> int:
         return 2 if self.length == "short" else 1
 
-    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel object and the arguments to compile it with."""
+    def kernel_class(self) -> type:
         from .prefill_hopper import PrefillHopper
         from .prefill_hopper_early import PrefillHopperEarly
         from .prefill_hopper_wide import PrefillHopperWide
 
-        kernel = (PrefillHopperWide if self.is_wide else PrefillHopperEarly if self.early else PrefillHopper)(
-            dtype=numeric_type(self.dtype),
-            head_dim=self.head_dim,
-            key_tile=self.key_tile,
-            warps=3 if self.key_tile == 96 else 4,
-            row_tiles=1,
-            num_stages=self.num_stages,
-            pdl=supports_pdl(arch),
-            codes=self.cache == "fp8",
-            consumers=self.consumers,
-            query_buffers=self.query_buffers,
-            producer_registers=self.producer_registers,
-            consumer_registers=self.consumer_registers,
-            boxes=self.boxes,
-            box_rows=self.box_rows,
-            turns=self.consumers > 1 and not self.is_wide,
-            ctas_per_sm=self.ctas_per_sm,
-        )
+        return PrefillHopperWide if self.is_wide else PrefillHopperEarly if self.early else PrefillHopper
+
+    def options(self, arch: str) -> dict[str, Any]:
+        """Of the kernel's class."""
+        return {
+            "dtype": numeric_type(self.dtype),
+            "head_dim": self.head_dim,
+            "key_tile": self.key_tile,
+            "warps": 3 if self.key_tile == 96 else 4,
+            "row_tiles": 1,
+            "num_stages": self.num_stages,
+            "pdl": supports_pdl(arch),
+            "codes": self.cache in ("fp8", "e4m3"),
+            "consumers": self.consumers,
+            "query_buffers": self.query_buffers,
+            "producer_registers": self.producer_registers,
+            "consumer_registers": self.consumer_registers,
+            "boxes": self.boxes,
+            "box_rows": self.box_rows,
+            "turns": self.consumers > 1 and not self.is_wide,
+            "ctas_per_sm": self.ctas_per_sm,
+        }
+
+    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel object and the arguments to compile it with."""
+        kernel = self.kernel_class()(**self.options(arch))
         return kernel, kernel.arguments()
 
 
@@ -181,67 +188,46 @@ class Fp8PrefillVariant(HopperPrefillVariant):
     def name(self) -> str:
         return super().name + "_transposed" * self.transposed
 
-    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel object and the arguments to compile it with."""
+    def kernel_class(self) -> type:
         from .prefill_fp8 import PrefillFp8
         from .prefill_fp8_turns import PrefillFp8Turns
 
-        kernel = (PrefillFp8Turns if self.turns else PrefillFp8)(
-            dtype=numeric_type(self.dtype),
-            head_dim=self.head_dim,
-            key_tile=self.key_tile,
-            warps=4,
-            row_tiles=1,
-            num_stages=self.num_stages,
-            pdl=supports_pdl(arch),
-            codes=True,
-            consumers=self.consumers,
-            query_buffers=self.query_buffers,
-            producer_registers=self.producer_registers,
-            consumer_registers=self.consumer_registers,
-            staging=self.staging,
-            output_parts=self.output_parts,
-            transposed=self.transposed,
-            boxes=self.boxes,
-            turns=self.turns,
-            ctas_per_sm=self.ctas_per_sm,
-        )
-        return kernel, kernel.arguments()
+        return PrefillFp8Turns if self.turns else PrefillFp8
+
+    def options(self, arch: str) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("staging", "output_parts", "transposed", "turns")}
+        return super().options(arch) | own | {"box_rows": BOX_ROWS}
 
 
 @dataclass(frozen=True)
 class FullPrefillVariant(HopperPrefillVariant):
-    """Dense queries that see every key (prefill_full.py), for heads of 72."""
+    """Dense queries that see every key (prefill_full.py), for heads of 72 and 80."""
+
+    value_dims: int = 72
+    """Of the products with values. Those with keys have 80."""
+    first_tile: int = 96
+    """Keys of the first tile of a work, at most."""
 
     @property
     def name(self) -> str:
-        return f"prefill_{self.dtype}_full_d72_x{self.consumers}"
+        return f"prefill_{self.dtype}_full_d{self.value_dims}_x{self.consumers}_f{self.first_tile}"
+
+    def covers(self, keys: int) -> bool:
+        """Whether it is for so many keys, of which the first tile holds those that others do not."""
+        in_first = (keys - 1) % self.key_tile + 1
+        return in_first <= 64 if self.first_tile == 64 else in_first > 64
 
     @property
     def packs(self) -> bool:
         return False
 
-    def kernel(self, arch: str) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel object and the arguments to compile it with."""
+    def options(self, arch: str) -> dict[str, Any]:
+        return super().options(arch) | {"warps": 4, "value_dims": self.value_dims, "first_tile": self.first_tile}
+
+    def kernel_class(self) -> type:
         from .prefill_full import PrefillFull
 
-        kernel = PrefillFull(
-            dtype=numeric_type(self.dtype),
-            head_dim=80,
-            key_tile=self.key_tile,
-            warps=4,
-            row_tiles=1,
-            num_stages=self.num_stages,
-            pdl=supports_pdl(arch),
-            codes=False,
-            consumers=self.consumers,
-            query_buffers=self.query_buffers,
-            producer_registers=self.producer_registers,
-            consumer_registers=self.consumer_registers,
-            boxes=True,
-            turns=self.consumers > 1,
-        )
-        return kernel, kernel.arguments()
+        return PrefillFull
 
 
 @dataclass(frozen=True)
@@ -463,9 +449,13 @@ PREFILL_FP8 = (
 OF_FULL: dict[int, dict[str, Any]] = {2: OF_128, 3: {"producer_registers": 32, "consumer_registers": 160}}
 
 PREFILL_FULL = tuple(
-    FullPrefillVariant(dtype, 80, key_tile=96, num_stages=4, boxes=True, consumers=n, **OF_FULL[n])
+    FullPrefillVariant(
+        dtype, 80, key_tile=96, num_stages=4, boxes=True, consumers=n, value_dims=dims, first_tile=first, **OF_FULL[n]
+    )
     for dtype in DTYPES
+    for dims in (72, 80)
     for n in (2, 3)
+    for first in (64, 96)
 )
 
 PREFILL_VARIANTS = (
@@ -494,9 +484,10 @@ def prefilling_on_hopper(
     return _fitting([v for v in fitting if boxes or not v.boxes], head_dim, length, boxes)
 
 
-def prefilling_in_full(dtype: str, head_dim: int) -> list[FullPrefillVariant]:
-    """Those for dense queries that see every key, with equal results: thread blocks of two sizes."""
-    return [v for v in PREFILL_FULL if v.dtype == dtype and 64 < head_dim <= 72]
+def prefilling_in_full(dtype: str, head_dim: int, keys: int) -> list[FullPrefillVariant]:
+    """Those for dense queries that see all of so many keys, with equal results: thread blocks of two sizes."""
+    fitting = [v for v in PREFILL_FULL if v.dtype == dtype and v.value_dims - 8 < head_dim <= v.value_dims]
+    return [v for v in fitting if v.covers(keys)]
 
 
 def in_large_boxes(variant: HopperPrefillVariant) -> HopperPrefillVariant:
