@@ -167,11 +167,11 @@ def w4a16_linear(
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
     The kernels take bf16 and fp16, N and K that are multiples of 8, rows of x that are aligned to 16 bytes, and groups
     of 32, 64, multiples of 128 or whole rows. A row is the same bit for bit within a range of T; "Ranges of rows" in
-    the README lists ranges, kernels, and which of them round each weight to x's dtype first. Other calls take the
-    vendor's GEMM, and the weight is first written in x's dtype, into N * K * 2 bytes of scratch memory. There and by
-    reference a row may differ by rounding from one T to another; for a fixed T it does not depend on the other rows. A
-    weight that is rounded to fp16 is inf beyond 65504. Without a bias, torch's switch for reductions in 16 bits lets
-    that GEMM round partial sums to x's dtype.
+    the README lists ranges, kernels, and which of them round each weight to x's dtype first. Other weights are computed
+    by reference. Many rows, and rows that are not aligned, take the vendor's GEMM: the weight is first written in x's
+    dtype, into N * K * 2 bytes of scratch memory, and without a bias torch's switch for reductions in 16 bits lets it
+    round partial sums to x's dtype. There and by reference a row may differ by rounding from one T to another; for a
+    fixed T it does not depend on the other rows. A weight that is rounded to fp16 is inf beyond 65504.
 
     Raises ValueError or TypeError for a wrong dtype, shape or device. Semantics: Marlin, Frantar et al. 2024.
 
