@@ -90,12 +90,29 @@ def test_packed_codes_are_fragments_of_sixteen_rows_and_eight_columns(rows: int,
             assert (word | word << 32) >> bit & 15 == padded[row][column]
 
 
-def test_a_group_of_zeros_stays_zero() -> None:
-    original = weight(2, 8, torch.float32)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_group_of_zeros_has_the_scale_0(symmetric: bool, dtype: torch.dtype) -> None:
+    original = weight(3, 8, dtype)
     original[0, 4:] = 0
-    for packed in (pack_w4(original, 4), pack_w4(original, 4, symmetric=False)):
-        assert packed.dequantize()[0, 4:].tolist() == [0.0] * 4
-        assert packed.scales[1, 0] == 1
+    original[1, 4:] = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # a group whose scale rounds to 0
+    packed = pack_w4(original, 4, symmetric=symmetric)
+    assert (packed.zeros is None) == symmetric  # 0 is no extreme scale of bf16
+    assert packed.scales[1].tolist() == [0.0, 0.0, pytest.approx(packed.scales[1, 2].item())]
+    assert packed.scales[1, 2] > 0
+    for row in range(2):
+        assert packed.dequantize()[row, 4:].tolist() == [0.0] * 4
+    assert torch.equal(packed.dequantize()[:, :4], pack_w4(original[:, :4], 4, symmetric=symmetric).dequantize())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_rows_of_zeros_give_the_bias_alone(symmetric: bool, dtype: torch.dtype) -> None:
+    packed, bias = pack_w4(torch.zeros(16, 64, dtype=dtype), 32, symmetric=symmetric), torch.randn(16).to(dtype)
+    x = (torch.randn(2, 64) * torch.pow(10.0, torch.rand(2, 64) * 6 - 3)).to(dtype)
+    for op in (w4a16_linear, w4a16_token):
+        assert torch.equal(op(x, packed), torch.zeros(2, 16, dtype=dtype))
+        assert torch.equal(op(x, packed, bias), bias.expand(2, 16))
 
 
 def test_codes_are_rounded_half_to_even() -> None:

@@ -199,6 +199,38 @@ def test_bf16_takes_scales_of_any_size(forced: Plan, exponent: int) -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_groups_of_zeros_add_nothing(forced: Plan, dtype: torch.dtype, symmetric: bool) -> None:
+    w, x = weight_with_zeros(dtype, symmetric), random(300, 1024, dtype=dtype, seed=1)
+    x[:, :8] *= 1000
+    other = torch.cat((x[:, :512], random(300, 512, dtype=dtype, seed=2)), 1)
+    for tokens in tokens_of(forced):
+        one, two = w4a16_linear(x[:tokens], w), w4a16_linear(other[:tokens], w)
+        assert not bool(one[:, ::3].any())
+        assert torch.equal(one[:, 1::3], two[:, 1::3])
+
+
+def weight_with_zeros(dtype: torch.dtype, symmetric: bool) -> W4Weight:
+    """[512, 1024]: rows 0, 3, ... are 0, and the right halves of rows 1, 4, ..."""
+    original = random(512, 1024, dtype=dtype)
+    original[::3], original[1::3, 512:] = 0, 0
+    w = pack_w4(original, symmetric=symmetric)
+    assert not bool(w.scales[:, ::3].any())
+    assert not bool(w.scales[4:, 1::3].any())
+    return w
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_groups_of_zeros_are_dequantised_to_zeros(dtype: torch.dtype, symmetric: bool) -> None:
+    w, got = weight_with_zeros(dtype, symmetric), torch.empty(512, 1024, dtype=dtype, device="cuda")
+    kernels.w4_dequant(got, w.codes, w.scales, w.zeros, w.group_size)
+    assert torch.equal(got, w.dequantize())
+    assert not bool(got[::3].any())
+    assert not bool(got[1::3, 512:].any())
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("n", "k", "group"), SHAPES)
 def test_a_weight_is_its_codes_times_scales(n: int, k: int, group: int, dtype: torch.dtype, symmetric: bool) -> None:
     w = weight(n, k, group, dtype, symmetric)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kestrel_quant import W4Weight, reference, w4a16_token, w4a16_token_covers
+from kestrel_quant import W4Weight, pack_w4, reference, w4a16_token, w4a16_token_covers
 from kestrel_quant.w4a16 import from_codes
 from kestrel_runtime import UnsupportedError
 from kestrel_runtime.testing import (
@@ -78,6 +78,23 @@ def test_the_result_is_rounded_once(n: int, k: int, group: int, dtype: torch.dty
             error = (out.double() - wanted).abs() - (0.51 * eps * wanted.abs() + of_product)
             assert float(error.max()) <= 0, (activation, with_more, float(error.max()))
             assert_intact()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "k", "group"), [(16, 512, 256), (512, 8, 8), (4096, 2048, 128)])
+def test_groups_of_zeros_add_nothing(n: int, k: int, group: int, dtype: torch.dtype, symmetric: bool) -> None:
+    original, half = random(n, k, dtype=dtype), k // 2 if k > group else 0
+    original[::3], original[1::3, half:] = 0, 0
+    w = pack_w4(original, group, symmetric=symmetric)
+    magnitudes = torch.pow(10.0, torch.rand(2, k, device="cuda") * 6 - 3)
+    x, bias, residual = (random(2, k, seed=1) * magnitudes).to(dtype), random(n, dtype=dtype), random(1, n, dtype=dtype)
+    x[1, :half] = x[0, :half]
+    one, two = w4a16_token(x[:1], w), w4a16_token(x[1:], w)
+    assert not bool(one[:, ::3].any())
+    assert torch.equal(one[:, 1::3], two[:, 1::3])
+    assert torch.equal(w4a16_token(x[:1], w, bias)[0, ::3], bias[::3])
+    assert torch.equal(w4a16_token(x[:1], w, residual=residual)[:, ::3], residual[:, ::3])
 
 
 @pytest.mark.parametrize("sms", [1, 2, 3, 17])

@@ -76,7 +76,7 @@ def flash_attn_with_kvcache(
         cache_seqlens + Sq - 1, quantised as the cache is, and attended to as stored. This writes the caches in place,
         and for INT8 and INT4 the scales, zeros and tail. A position without a page is skipped.
     cache_seqlens: int32 [B], on the device: keys in the cache before k and v. Zero is legal; a negative length is
-        padding: nothing is written, the output is 0 and its LSE -inf.
+        padding: nothing is written, the output is 0 and its LSE that of a query that sees no key.
     block_table: int32 [B, n]: sequence b's keys p*P .. p*P + P - 1 lie in block block_table[b, p]. A negative entry, or
         one past the end of the cache, is no page: its keys do not exist. None: block b belongs to sequence b. The
         table is no constant: kernels read it after their PDL wait, like the cache.

@@ -115,8 +115,9 @@ def rotary_and_cache(
     kv_cache_dtype, k_scale, v_scale: the cache's format, see :func:`reshape_and_cache`.
     rope_dim_offset: first rotated dim of a head.
     query_norm, key_norm: *constant* [D] of query's dtype, both or none: weights of an RMSNorm of each head of query and
-        key before the rotation, rounded as kestrel_norm.rms_norm rounds it. The kernel needs is_neox, R = D, heads
-        aligned to 16 bytes, and 16, 32, 64, 128, 256 or 512 bytes in D / 2 elements; other calls run the reference.
+        key before the rotation, rounded to their dtype as by kestrel_norm.rms_norm; its sum may be of another order, so
+        the last bit may differ. The kernel needs is_neox, R = D, heads aligned to 16 bytes, and 16, 32, 64, 128, 256 or
+        512 bytes in D / 2 elements; other calls run the reference.
     norm_eps: added to the mean square of these norms, >= 0.
     norm_weight_bias: added to every weight of these norms in float32; 1.0 is Gemma's form.
 

@@ -88,7 +88,7 @@ def fused_linear_residual(
     """A linear layer added to a residual: ``x @ weight.T + bias + residual``.
 
     x: [..., K] bf16, fp16 or float32. weight: [N, K], bias: [N] or None, residual: [..., N], all in x's dtype.
-    *Constant*: weight, bias. Accumulated in float32, rounded once.
+    *Constant*: weight, bias. Accumulated in float32, rounded once; of the vendor's GEMM see below.
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may be ``residual`` but not ``x``.
     Kernels cover aligned rows: one token, 2 to 4 tokens with N up to 4096 and N*K up to 2^24, and more in 16 bits on an
@@ -135,12 +135,14 @@ def gemv(
     """A linear layer for few tokens: ``x @ weight.T + bias``.
 
     x: [..., K] bf16, fp16 or float32, any number of rows T. weight: [N, K], bias: [N] or None, in x's dtype.
-    *Constant*: weight, bias. Accumulated in float32, rounded once.
+    *Constant*: weight, bias. Accumulated in float32, rounded once; of the vendor's GEMM see below.
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
     The kernel takes rows that are aligned multiples of 16 bytes, T of 1 to 4, and for T of 2 to 4 weights of up to 2^24
-    elements. There a row is the same bit for bit for every T. More rows and larger weights take the vendor's GEMM;
-    there and by reference a row may differ by rounding from one T to another.
+    elements. There a row is the same bit for bit for every T. More rows and larger weights take the vendor's GEMM with
+    torch's switches for reduced precision: TF32, and reductions in 16 bits, which torch allows unless told otherwise
+    and which round partial sums to x's dtype. There and by reference a row may differ by rounding from one T to
+    another.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device. Semantics: torch.nn.functional.linear.
 
@@ -180,8 +182,8 @@ def router_gemm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | No
     The kernels take rows that are aligned multiples of 16 bytes and T rows: T = 1; in float32 T up to 64; in 16 bits,
     with up to 1024 experts, T up to 32 * (256 // (C * ceil(E / 32))) with C = 1, 2, 4 or 8 for Hd up to 768, 1536, 3072
     or more. That is 1024 rows for 64 experts and Hd 2048, and 128 for 256 experts and Hd 7168. There a row is the same
-    bit for bit for every T. More rows take the vendor's GEMM; there and by reference a row may differ by rounding from
-    one T to another.
+    bit for bit for every T. More rows take the vendor's GEMM, in float32 with torch's switch for TF32; there and by
+    reference a row may differ by rounding from one T to another.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device.
     Semantics: the gate of a routed layer, as vLLM's router GEMM computes it.

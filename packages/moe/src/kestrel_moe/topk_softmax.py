@@ -57,7 +57,8 @@ def topk_softmax(
     Returns (weights float32 [T, k], ids int32 [T, k], counts int32 [E]). Choices are in descending order of the logits
     (with a bias, of probability + bias), ties to the lower id. NaN counts as -inf; ids stay distinct. The largest
     logits of a row count as e^0 even where they are infinite: several +inf share the mass, a row of -inf is uniform.
-    A row's weights and ids do not depend on the batch around it. Reads nothing on the host.
+    A row's weights and ids do not depend on the batch around it; by reference on a GPU, weights may by rounding, and so
+    may ids with a bias. Reads nothing on the host.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, and for k > E.
     Semantics: vLLM's topk_softmax; the bias is that of DeepSeek-V3's routing.

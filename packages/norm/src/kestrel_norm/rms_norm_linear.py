@@ -60,7 +60,8 @@ def rms_norm_linear(
       row's rstd multiplies the sums in float32.
     - On an H100 or H200, other calls of up to 32 aligned rows: the kernel of :func:`kestrel_norm.rms_norm`, then a
       product that loads its weight while the norm runs.
-    - All other calls: the kernel of rms_norm, then torch.mm.
+    - All other calls: the kernel of rms_norm, then torch.mm with torch's switches for reduced precision: TF32, and
+      reductions in 16 bits, which round partial sums to x's dtype.
 
     Raises TypeError for a wrong dtype, ValueError for a wrong shape, stride, range or device.
     Semantics: torch.nn.functional.rms_norm, then torch.nn.functional.linear.

@@ -79,10 +79,11 @@ def pack_w4(weight: torch.Tensor, group_size: int = 128, *, symmetric: bool = Tr
     """Quantise a weight to 4 bits with one scale per row and group of columns, and lay it out for the kernel.
 
     weight: [N, K] bf16, fp16 or float32, K a multiple of group_size, group_size even.
-    symmetric: the scale is the largest magnitude of the group / 7, rounded to weight's dtype (1 where that is zero);
-    codes are -7..7, rounded half to even. Otherwise the scale is the distance from the smallest to the largest value,
-    zero among them, / 15; the zero point is round(-smallest / scale), codes are 0..15, value = (code - zero) * scale.
-    A code whose value would overflow weight's dtype is the next one towards zero.
+    symmetric: the scale is the largest magnitude of the group / 7, rounded to weight's dtype; codes are -7..7, rounded
+    half to even. Otherwise the scale is the distance from the smallest to the largest value, zero among them, / 15; the
+    zero point is round(-smallest / scale), codes are 0..15, value = (code - zero) * scale. A group of zeros, and one
+    whose scale rounds to 0, has the scale 0 and adds nothing to a product with finite sums. A code whose value would
+    overflow weight's dtype is the next one towards zero.
 
     Returns a :class:`W4Weight` on weight's device, for activations of weight's dtype. This is done once, at load: it
     reads the weight on the host to refuse values that are not finite.
@@ -113,13 +114,12 @@ def pack_w4(weight: torch.Tensor, group_size: int = 128, *, symmetric: bool = Tr
         largest, smallest = groups.amax(dim=2).clamp(min=0), groups.amin(dim=2).clamp(max=0)
         scales = reference.quotient(largest, 15) - reference.quotient(smallest, 15)  # their difference may overflow
     scales = scales.to(weight.dtype)
-    scales = torch.where(scales > 0, scales, 1.0)
-    steps = scales.float().unsqueeze(2)
+    steps = torch.where(scales > 0, scales, 1.0).float().unsqueeze(2)  # that round every value of such a group to 0
     codes = (groups / steps).round()
     codes = torch.where((codes * steps).to(weight.dtype).isinf(), codes - codes.sign(), codes)  # scales are rounded
     if smallest is None:
         return from_codes(codes.clamp(-7, 7).view(rows, columns) + 8, scales, group_size)
-    zeros = (-smallest / scales.float()).round().clamp(0, 15)
+    zeros = (-smallest / steps.squeeze(2)).round().clamp(0, 15)
     return from_codes((codes + zeros.unsqueeze(2)).clamp(0, 15).view(rows, columns), scales, group_size, zeros)
 
 
@@ -168,10 +168,11 @@ def w4a16_linear(
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
     The kernels take bf16 and fp16, N and K that are multiples of 8, rows of x that are aligned to 16 bytes, and groups
     of 32, 64, multiples of 128 or whole rows. A row is the same bit for bit within a range of T; "Ranges of rows" in
-    the README lists ranges, kernels, and which of them round each weight to x's dtype first. Other calls take the
-    vendor's GEMM, and the weight is first written in x's dtype, into N * K * 2 bytes of scratch memory. There and by
-    reference a row may differ by rounding from one T to another; for a fixed T it does not depend on the other rows. A
-    weight that is rounded to fp16 is inf beyond 65504.
+    the README lists ranges, kernels, and which of them round each weight to x's dtype first. Other weights are computed
+    by reference. Many rows, and rows that are not aligned, take the vendor's GEMM: the weight is first written in x's
+    dtype, into N * K * 2 bytes of scratch memory, and without a bias torch's switch for reductions in 16 bits lets it
+    round partial sums to x's dtype. There and by reference a row may differ by rounding from one T to another; for a
+    fixed T it does not depend on the other rows. A weight that is rounded to fp16 is inf beyond 65504.
 
     Raises ValueError or TypeError for a wrong dtype, shape or device. Semantics: Marlin, Frantar et al. 2024.
 

@@ -40,7 +40,9 @@ def w4a16_token(
     residual: added before the result is rounded, in its shape and dtype. *Constant*: w, bias, norm_weight.
 
     Returns [..., N], or [..., N / 2] with an activation, in x's dtype, in ``out`` if it is given; ``out`` may be
-    ``residual`` and may not overlap other inputs. Products are accumulated in float32.
+    ``residual`` and may not overlap other inputs. Accumulated in float32. The kernel sums (16 + code) * x, subtracts
+    (16 + zero) * sum(x), and scales the difference, by blocks of 128 columns: the rounding of these sums is relative to
+    scale * (16 + code) * |x|, not to the product with a small |code - zero|. A scale of 0 (a group of zeros) gives 0.
     The kernel takes one token, and weights of which :func:`w4a16_token_covers` is true; x and norm_weight must be
     aligned to 16 bytes. Other calls are computed by reference, which is slow: use w4a16_linear there. A row may differ
     by rounding from one number of tokens to another. For 16-bit weights: kestrel_norm.rms_norm_linear and

@@ -33,6 +33,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox: bool 
 def row_sums(x: torch.Tensor) -> torch.Tensor:
     """Sum the last dimension, [..., N] to [..., 1]. A row's sum has the same bits whatever the other rows are.
 
+    That holds on CPUs; on a GPU torch's order of summation may depend on the number of rows.
+
     >>> row_sums(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
     [[3.0], [7.0]]
     """

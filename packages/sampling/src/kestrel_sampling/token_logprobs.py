@@ -52,7 +52,7 @@ def token_logprobs(
     Returns a :class:`TokenLogprobs`: logprobs float32 [B], ranks int32 [B], top_ids int32 [B, n] and top_logprobs
     float32 [B, n]. Sums are float64, and results are rounded once. Rank r is the place of the token in descending order
     of the logits, ties to the lower id; top_ids are the first n of that order. An id outside the vocabulary has -inf
-    and rank 0. A row that holds NaN or +inf, or only -inf, has NaN and rank 0.
+    and rank 0 in any row. Other ids of a row that holds NaN or +inf, or only -inf, have NaN and rank 0.
     Nothing is read on the host. Kernels cover top_n up to 1024. Their results are within 2e-6 of the exact ones before
     they are rounded, for V up to 2^20, and a row does not depend on the rows around it. The order of float sums depends
     on whether a row is aligned to 16 bytes: results of equal rows of other alignment may differ by an ulp.
