@@ -40,7 +40,7 @@ __device__ __forceinline__ void shift_words(const uint32_t (&low)[count], const 
 }
 
 // A pack at any address of global or shared memory. It loads only aligned words that hold an element of the pack, so it
-// never leaves the allocation; bytes of such a word that lie outside the row are ignored.
+// never leaves the page; bytes of such a word that lie outside the row are ignored.
 template <typename T>
 __device__ __forceinline__ uint4 load_unaligned(const char* p, int valid) {
   const unsigned shift = reinterpret_cast<uintptr_t>(p) % 16;
