@@ -46,7 +46,7 @@ int64_t multiprocessors(DLDevice device) { return device_attribute(cudaDevAttrMu
 
 template <typename W, Projection PROJECTION, bool IN_KERNEL, typename Tile>
 void launch_experts(const ExpertsParams& p, int64_t tiles, DLDevice device) {
-  constexpr int channels = ExpertsConfig<W, PROJECTION, Tile>::channels;
+  constexpr int channels = ExpertsConfig<W, PROJECTION, IN_KERNEL, Tile>::channels;
   constexpr auto kernel = experts_kernel<W, PROJECTION, IN_KERNEL, Tile>;
   raise_shared_limit<kernel, Tile::shared_bytes>(device);
   const int64_t items = tiles * ((p.outputs + channels - 1) / channels);

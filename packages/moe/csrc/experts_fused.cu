@@ -55,7 +55,8 @@ void launch_fused_tile(const ExpertsParams& up, const ExpertsParams& down, DLDev
   const int64_t others = Tile::alignment + (steps + 2 * lines) * Tile::x_bytes + 2 * Tile::hidden_bytes + raw;
   // A CTA of the sum fits beside it, so that it is there when the last item ends.
   const int64_t limit = raise_shared_limit<kernel>(device) - 3 * 1024;
-  params.stages = static_cast<int>(std::min<int64_t>(kFusedStages, (limit - others) / Tile::stage_bytes));
+  constexpr int most = sizeof(W) == 1 ? kFusedStagesFp8 : kFusedStages;
+  params.stages = static_cast<int>(std::min<int64_t>(most, (limit - others) / Tile::stage_bytes));
   if (params.stages < kFusedFewestStages) unsupported("rows that leave no memory for stages");
   const int64_t pairs = up.tokens * int64_t{up.choices};
   const int64_t clusters = std::clamp<int64_t>(

@@ -26,9 +26,9 @@ namespace kestrel::moe {
 
 constexpr int kFusedChoices = 8, kFusedExperts = 1024;  // at most; experts are bits in the lanes of a warp
 constexpr int kFusedWidth = 8192;                       // of the longest rows, in scales of 128 columns
-constexpr int kFusedStages = 12, kFusedFewestStages = 4;
-constexpr int kBarrierOfFused = 1;    // named barrier of the consumers
-constexpr int kRawBytes = 32 * 1024;  // of rows of x before quantisation
+constexpr int kFusedStages = 8, kFusedStagesFp8 = 7, kFusedFewestStages = 4;  // more would delay the first products
+constexpr int kBarrierOfFused = 1;                                            // named barrier of the consumers
+constexpr int kRawBytes = 32 * 1024;                                          // of rows of x before quantisation
 constexpr int kFusedSumThreads = 256, kFusedSumOutputs = 64;
 constexpr int kBlocksInFlight = 16;  // loads of a thread of the sum
 
@@ -156,116 +156,98 @@ __device__ __forceinline__ void quantise_x(const ExpertsParams& p, uint32_t x_ti
   }
 }
 
-// R: the type of x. A thread of a warpgroup holds the sums of weight rows 16 * (warp % 4) + group (+ 8) and tokens
-// 8 * j + 2 * quad (+ 1). In the up projection these rows are the two halves of a channel.
-//   full[stage], empty[stage]: the bytes of a stage; the consumer warps
-//   hidden_full[i]: the values of the cluster for every second item
-template <typename W, typename R, typename Tile>
-__global__ void __launch_bounds__(Tile::threads, 1) experts_fused_kernel(const __grid_constant__ FusedParams params) {
-#ifdef KESTREL_HAS_WGMMA
-  constexpr bool fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
-  static_assert(!fp8 || Tile::channels == kScaleBlock, "a warp finds the largest magnitude of a scale's channels");
-  constexpr int element = fp8 ? 1 : 2, lines = Tile::channels * element / kLineBytes;  // of the channels of an item
-  constexpr int n_tiles = Tile::n_tiles, cluster = Tile::cluster;
-  const ExpertsParams& p = params.up;
-  extern __shared__ char dynamic[];
-  __shared__ uint64_t full[kFusedStages], empty[kFusedStages], hidden_full[2];
-  __shared__ float hidden_scale[2][Tile::tokens];
-  __shared__ float row_scales[fp8 ? Tile::tokens * Tile::scales_of_row : 1];
-  __shared__ unsigned bits_of_warps[Tile::warps + 1][kFusedExperts / 32];
-  __shared__ int experts[kFusedChoices * Tile::tokens];
-  const int num_stages = params.stages;
-  const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
-  const int steps = (p.width * element + kLineBytes - 1) / kLineBytes;
-  const uint32_t x_tile = ring + num_stages * Tile::stage_bytes, hidden_tile = x_tile + steps * Tile::x_bytes;
-  const uint32_t hidden = hidden_tile + 2 * lines * Tile::x_bytes;          // [2][token][channel], float
-  [[maybe_unused]] const uint32_t raw_x = hidden + 2 * Tile::hidden_bytes;  // FP8: some rows of x before quantisation
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int rank = blockIdx.x % cluster, clusters = gridDim.x / cluster;
-  const int groups = (p.width + Tile::rows - 1) / Tile::rows;  // of rows of w2
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < num_stages; ++s) {
-      ptx::mbarrier_init(full + s, 1);
-      ptx::mbarrier_init(empty + s, Tile::warps);
-    }
-    for (int i = 0; i < 2; ++i) ptx::mbarrier_init(hidden_full + i, 1);
-    ptx::fence_mbarrier_init();
-  }
-  bits_of_warps[warp][lane] = 0;
-  for (int i = threadIdx.x; i < steps * Tile::x_bytes / 16; i += Tile::threads) {  // rows of no token
-    if (i / 8 % Tile::tokens >= p.tokens) ptx::store_shared(x_tile + i * 16, make_float4(0.f, 0.f, 0.f, 0.f));
-  }
-  if (warp == Tile::warps && lane == 0) {
-    ptx::prefetch_tensor_map(params.w1);
-    ptx::prefetch_tensor_map(params.w2);
-  }
-  __syncthreads();
-  ptx::cluster_sync();
+// The ring of stages, as one of its users sees it.
+template <typename Tile>
+struct FusedRing {
+  const uint32_t stages;
+  uint64_t *const full, *const empty;  // barriers of the stages: their bytes; the consumer warps
+  const int num_stages;
   int stage = 0, phase = 0;
-  const auto next_stage = [&]() {
+
+  __device__ __forceinline__ uint32_t address() const { return stages + stage * Tile::stage_bytes; }
+
+  __device__ __forceinline__ void next_stage() {
     if (++stage == num_stages) {
       stage = 0;
       phase ^= 1;
     }
-  };
+  }
+};
 
-  if (warp == Tile::warps) {
-    // -- the TMA warp --
-    pdl_wait();
-    pdl_trigger();
-    const ExpertSet set(p, bits_of_warps[warp]);
-    const uint64_t policy = ptx::l2_policy(p.evict_first);
-    for (int item = blockIdx.x / cluster; item < set.distinct * params.blocks; item += clusters) {
-      const int nth = item / params.blocks, block = item - nth * params.blocks;
-      const int expert = set[nth];
-      if (lane == 0) {
-        const auto load = [&](const CUtensorMap& map, int k, int group, int outer) {
-          ptx::mbarrier_wait(empty + stage, phase ^ 1);
-          ptx::mbarrier_arrive_expect_tx(full + stage, Tile::stage_bytes);
-          ptx::tma_load_grouped(ring + stage * Tile::stage_bytes, map, k, group, outer, full + stage, policy);
-          next_stage();
-        };
-        const int first = (block * Tile::channels + rank * Tile::my_channels) / 8;
+// The work item of a cluster: 128 channels of the hidden layer of an expert.
+struct FusedItem {
+  int block, expert;
+
+  __device__ __forceinline__ FusedItem(int item, int blocks, const ExpertSet& set) {
+    const int nth = item / blocks;
+    block = item - nth * blocks;
+    expert = set[nth];
+  }
+};
+
+// What all roles of a CTA know. up and down are in one type of weights, W.
+template <typename W, typename Tile>
+struct FusedRole {
+  static constexpr bool fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
+  static_assert(!fp8 || Tile::channels == kScaleBlock, "a warp finds the largest magnitude of a scale's channels");
+  static constexpr int element = fp8 ? 1 : 2, lines = Tile::channels * element / kLineBytes;  // of an item's channels
+  static constexpr int n_tiles = Tile::n_tiles, cluster = Tile::cluster;
+  using Sums = float[4 * n_tiles];
+
+  const FusedParams& params;
+  const ExpertsParams& p;
+  FusedRing<Tile> ring;
+  const int steps, rank, lane;
+  const int groups = (p.width + Tile::rows - 1) / Tile::rows;  // of rows of w2
+
+  // The TMA thread: the stages of an item.
+  __device__ __forceinline__ void load_item(const FusedItem& at, uint64_t policy) {
+    const auto load = [&](const CUtensorMap& map, int k, int group, int outer) {
+      ptx::mbarrier_wait(ring.empty + ring.stage, ring.phase ^ 1);
+      ptx::mbarrier_arrive_expect_tx(ring.full + ring.stage, Tile::stage_bytes);
+      ptx::tma_load_grouped(ring.address(), map, k, group, outer, ring.full + ring.stage, policy);
+      ring.next_stage();
+    };
+    const int first = (at.block * Tile::channels + rank * Tile::my_channels) / 8;
 #pragma unroll 1
-        for (int step = 0; step < steps; ++step) {
-          load(params.w1, step * (kLineBytes / element), first, expert * params.w1_step);
-        }
-#pragma unroll 1
-        for (int group = rank; group < groups; group += cluster) {
-          for (int line = 0; line < lines; ++line) {
-            load(params.w2, block * Tile::channels + line * (kLineBytes / element), group * (Tile::rows / 16),
-                 expert * params.w2_step);
-          }
-        }
-      }
-      __syncwarp();
+    for (int step = 0; step < steps; ++step) {
+      load(params.w1, step * (kLineBytes / element), first, at.expert * params.w1_step);
     }
-    return;
+#pragma unroll 1
+    for (int group = rank; group < groups; group += cluster) {
+      for (int line = 0; line < lines; ++line) {
+        load(params.w2, at.block * Tile::channels + line * (kLineBytes / element), group * (Tile::rows / 16),
+             at.expert * params.w2_step);
+      }
+    }
   }
+};
 
-  // -- the consumer warpgroups: 64 rows of each stage --
+// The consumer warpgroups: 64 rows of each stage. A thread of a warpgroup holds the sums of weight rows 16 * (warp % 4)
+// + group (+ 8) and tokens 8 * j + 2 * quad (+ 1). In the up projection these rows are the two halves of a channel.
+template <typename W, typename Tile>
+struct FusedConsumer : FusedRole<W, Tile> {
+  using Role = FusedRole<W, Tile>;
+  using Role::cluster;
+  using Role::fp8;
+  using Role::lane;
+  using Role::lines;
+  using Role::n_tiles;
+  using Role::p;
+  using Role::params;
+  using Role::rank;
+  using Role::ring;
+  using Role::steps;
+  using typename Role::Sums;
+
+  const int warp;
+  const float* const row_scales;  // FP8: of x
   const int group = lane / 4, quad = lane % 4, warpgroup = warp / 4;
-  pdl_wait();
-  pdl_trigger();
-  if constexpr (fp8) {
-    quantise_x<R, Tile>(p, x_tile, raw_x, row_scales);
-  } else {
-    copy_x<Tile>(p, 0, p.tokens, steps * 8, [&](int n, int pack) {
-      return x_tile + pack / 8 * Tile::x_bytes + n * kLineBytes + (pack % 8 ^ n % 8) * 16;
-    });
-  }
-  for (int pair = threadIdx.x; pair < p.tokens * p.choices; pair += Tile::consumers) {
-    const int token = pair / p.choices;
-    experts[pair] = local_expert(p, p.topk_ids[token * p.ids_stride + (pair - token * p.choices)]);
-  }
-  const ExpertSet set(p, bits_of_warps[warp]);
-  ptx::fence_proxy_async();
-  Tile::barrier();
 
   // d (+)= the rows of this warpgroup in the stage, times all tokens.
-  const auto multiply = [&](float (&d)[4 * n_tiles], uint32_t b_tile, bool add) {
-    ptx::mbarrier_wait(full + stage, phase);
-    const uint64_t a = ptx::wgmma_descriptor(ring + stage * Tile::stage_bytes + warpgroup * 64 * kLineBytes);
+  __device__ __forceinline__ void multiply(Sums& d, uint32_t b_tile, bool add) {
+    ptx::mbarrier_wait(ring.full + ring.stage, ring.phase);
+    const uint64_t a = ptx::wgmma_descriptor(ring.address() + warpgroup * 64 * kLineBytes);
     const uint64_t b = ptx::wgmma_descriptor(b_tile);
     ptx::wgmma_fence_registers(d);
     ptx::wgmma_fence();
@@ -275,19 +257,15 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fused_kernel(const _
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_registers(d);
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(empty + stage);
-    next_stage();
-  };
+    if (lane == 0) ptx::mbarrier_arrive(ring.empty + ring.stage);
+    ring.next_stage();
+  }
 
-  int buffer = 0, hidden_phase = 0;
-  for (int item = blockIdx.x / cluster; item < set.distinct * params.blocks; item += clusters) {
-    const int nth = item / params.blocks, block = item - nth * params.blocks;
-    const int expert_index = set[nth];
-    const int64_t expert = expert_index;
-    if (threadIdx.x == 0) ptx::mbarrier_arrive_expect_tx(hidden_full + buffer, Tile::hidden_bytes);
-    // up
+  // The up projection of an item: sends the gated values to `hidden` of all CTAs of the cluster.
+  __device__ __forceinline__ void multiply_up(const FusedItem& at, uint32_t x_tile, uint32_t hidden, uint64_t* full) {
+    const int64_t expert = at.expert;
     const int my_channel = rank * Tile::my_channels + warp * 8 + group;  // of the block
-    const int channel = block * Tile::channels + my_channel, channel_read = min(channel, p.outputs - 1);
+    const int channel = at.block * Tile::channels + my_channel, channel_read = min(channel, p.outputs - 1);
     float scale_low = 1.f, scale_high = 1.f;
     float block_low[2] = {1.f, 1.f}, block_high[2] = {1.f, 1.f};  // of 128 columns: of steps lane and lane + 32
     if constexpr (fp8) {
@@ -307,11 +285,11 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fused_kernel(const _
         scale_high = p.weight_scale_high[of_expert + channel_read * p.scale_row_stride];
       }
     }
-    float acc[4 * n_tiles] = {};
+    Sums acc = {};
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       if constexpr (fp8) {
-        float product[4 * n_tiles];
+        Sums product;
         multiply(product, x_tile + step * Tile::x_bytes, false);
         if (p.x_blocks) {
           const float low = __shfl_sync(0xffffffffu, step < 32 ? block_low[0] : block_low[1], step % 32);
@@ -342,26 +320,26 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fused_kernel(const _
         }
       }
       const float value = channel < p.outputs ? gated_value(low, high, p.gate) : 0.f;
-      const uint32_t to = hidden + buffer * Tile::hidden_bytes + (token * Tile::channels + my_channel) * 4;
+      const uint32_t to = hidden + (token * Tile::channels + my_channel) * 4;
 #pragma unroll
       for (int r = 0; r < cluster; ++r) {
-        ptx::store_async(ptx::map_shared(to, r), __float_as_uint(value),
-                         ptx::map_shared(ptx::shared_address(hidden_full + buffer), r));
+        ptx::store_async(ptx::map_shared(to, r), __float_as_uint(value), ptx::map_shared(ptx::shared_address(full), r));
       }
     }
-    // The hidden layer as the other operand: a warp converts the channels of a token.
-    ptx::mbarrier_wait_cluster(hidden_full + buffer, hidden_phase);
+  }
+
+  // The hidden layer as the other operand of the down projection: a warp converts the channels of a token.
+  __device__ __forceinline__ void convert_hidden(uint32_t hidden, uint32_t hidden_tile, float* hidden_scale) const {
 #pragma unroll
     for (int token = warp; token < Tile::tokens; token += Tile::warps) {
-      const uint32_t from = hidden + buffer * Tile::hidden_bytes + token * Tile::channels * 4;
-      const uint32_t to = hidden_tile + buffer * lines * Tile::x_bytes + token * kLineBytes;
+      const uint32_t from = hidden + token * Tile::channels * 4, to = hidden_tile + token * kLineBytes;
       if constexpr (fp8) {
         Pack<float> pack;
         pack.bits = ptx::load_shared_uint4(from + 16 * lane);
         const float scale = fp8_scale(warp_max(largest_magnitude(pack)));
         const PackCodes<float> codes(pack, scale, __frcp_rn(scale));
         ptx::store_shared(to + (lane / 4 ^ token % 8) * 16 + lane % 4 * 4, __uint_as_float(codes.words[0]));
-        if (lane == 0) hidden_scale[buffer][token] = scale;
+        if (lane == 0) hidden_scale[token] = scale;
       } else {
 #pragma unroll
         for (int line = 0; line < lines; ++line) {  // two channels for each lane
@@ -373,40 +351,134 @@ __global__ void __launch_bounds__(Tile::threads, 1) experts_fused_kernel(const _
         }
       }
     }
-    ptx::fence_proxy_async();
-    // Of token `lane`: its first pair with the expert.
+  }
+
+  // Of token `lane`: its first pair with the expert; -1: none. experts: of all pairs.
+  __device__ __forceinline__ int first_pair(const int* experts, int expert) const {
     int its_pair = -1;
     if (lane < p.tokens) {
       for (int j = p.choices - 1; j >= 0; --j) {
         const int pair = lane * p.choices + j;
-        if (experts[pair] == expert_index) its_pair = pair;
+        if (experts[pair] == expert) its_pair = pair;
       }
     }
-    Tile::barrier();
-    // down
+    return its_pair;
+  }
+
+  // The down projection of an item. its_pair: of token `lane`.
+  __device__ __forceinline__ void multiply_down(const FusedItem& at, uint32_t hidden_tile, const float* hidden_scale,
+                                                int its_pair) {
     float token_scale[2 * n_tiles];
     float* to[2 * n_tiles];
 #pragma unroll
     for (int i = 0; i < 2 * n_tiles; ++i) {
       const int token = i / 2 * 8 + 2 * quad + i % 2;
-      token_scale[i] = fp8 ? hidden_scale[buffer][token] : 1.f;
+      token_scale[i] = fp8 ? hidden_scale[token] : 1.f;
       const int pair = __shfl_sync(0xffffffffu, its_pair, token);
       to[i] = pair < 0 ? nullptr
-                       : params.down.partial + (int64_t{pair} * params.blocks + block) * p.width + warp * 16 + group;
+                       : params.down.partial + (int64_t{pair} * params.blocks + at.block) * p.width + warp * 16 + group;
     }
 #pragma unroll 1
-    for (int rows_group = rank; rows_group < groups; rows_group += cluster) {
-      float d[4 * n_tiles];
+    for (int rows_group = rank; rows_group < this->groups; rows_group += cluster) {
+      Sums d;
 #pragma unroll
-      for (int line = 0; line < lines; ++line) {
-        multiply(d, hidden_tile + (buffer * lines + line) * Tile::x_bytes, line > 0);
-      }
+      for (int line = 0; line < lines; ++line) multiply(d, hidden_tile + line * Tile::x_bytes, line > 0);
 #pragma unroll
       for (int i = 0; i < 4 * n_tiles; ++i) {
         const int of = i / 4 * 2 + i % 2, row = rows_group * Tile::rows + i / 2 % 2 * 8;
         if (to[of] && row + warp * 16 + group < p.width) to[of][row] = d[i] * token_scale[of];
       }
     }
+  }
+};
+
+// R: the type of x.
+template <typename W, typename R, typename Tile>
+__global__ void __launch_bounds__(Tile::threads, 1) experts_fused_kernel(const __grid_constant__ FusedParams params) {
+#ifdef KESTREL_HAS_WGMMA
+  using Role = FusedRole<W, Tile>;
+  constexpr bool fp8 = Role::fp8;
+  const ExpertsParams& p = params.up;
+  extern __shared__ char dynamic[];
+  __shared__ uint64_t full[kFusedStages], empty[kFusedStages];
+  __shared__ uint64_t hidden_full[2];  // the values of the cluster for every second item
+  __shared__ float hidden_scale[2][Tile::tokens];
+  __shared__ float row_scales[fp8 ? Tile::tokens * Tile::scales_of_row : 1];
+  __shared__ unsigned bits_of_warps[Tile::warps + 1][kFusedExperts / 32];
+  __shared__ int experts[kFusedChoices * Tile::tokens];
+  const int num_stages = params.stages;
+  const uint32_t stages = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
+  const int steps = (p.width * Role::element + kLineBytes - 1) / kLineBytes;
+  const uint32_t x_tile = stages + num_stages * Tile::stage_bytes, hidden_tiles = x_tile + steps * Tile::x_bytes;
+  const uint32_t hidden = hidden_tiles + 2 * Role::lines * Tile::x_bytes;   // [2][token][channel], float
+  [[maybe_unused]] const uint32_t raw_x = hidden + 2 * Tile::hidden_bytes;  // FP8: some rows of x before quantisation
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int rank = blockIdx.x % Tile::cluster, clusters = gridDim.x / Tile::cluster;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < num_stages; ++s) {
+      ptx::mbarrier_init(full + s, 1);
+      ptx::mbarrier_init(empty + s, Tile::warps);
+    }
+    for (int i = 0; i < 2; ++i) ptx::mbarrier_init(hidden_full + i, 1);
+    ptx::fence_mbarrier_init();
+  }
+  bits_of_warps[warp][lane] = 0;
+  for (int i = threadIdx.x; i < steps * Tile::x_bytes / 16; i += Tile::threads) {  // rows of no token
+    if (i / 8 % Tile::tokens >= p.tokens) ptx::store_shared(x_tile + i * 16, make_float4(0.f, 0.f, 0.f, 0.f));
+  }
+  if (warp == Tile::warps && lane == 0) {
+    ptx::prefetch_tensor_map(params.w1);
+    ptx::prefetch_tensor_map(params.w2);
+  }
+  __syncthreads();
+  ptx::cluster_sync();
+  const FusedRing<Tile> ring{stages, full, empty, num_stages};
+
+  if (warp == Tile::warps) {
+    pdl_wait();
+    pdl_trigger();
+    const ExpertSet set(p, bits_of_warps[warp]);
+    const uint64_t policy = ptx::l2_policy(p.evict_first);
+    Role loader{params, p, ring, steps, rank, lane};
+    for (int item = blockIdx.x / Tile::cluster; item < set.distinct * params.blocks; item += clusters) {
+      const FusedItem at(item, params.blocks, set);
+      if (lane == 0) loader.load_item(at, policy);
+      __syncwarp();
+    }
+    return;
+  }
+
+  pdl_wait();
+  pdl_trigger();
+  if constexpr (fp8) {
+    quantise_x<R, Tile>(p, x_tile, raw_x, row_scales);
+  } else {
+    copy_x<Tile>(p, 0, p.tokens, steps * 8, [&](int n, int pack) {
+      return x_tile + pack / 8 * Tile::x_bytes + n * kLineBytes + (pack % 8 ^ n % 8) * 16;
+    });
+  }
+  for (int pair = threadIdx.x; pair < p.tokens * p.choices; pair += Tile::consumers) {
+    const int token = pair / p.choices;
+    experts[pair] = local_expert(p, p.topk_ids[token * p.ids_stride + (pair - token * p.choices)]);
+  }
+  const ExpertSet set(p, bits_of_warps[warp]);
+  ptx::fence_proxy_async();
+  Tile::barrier();
+
+  FusedConsumer<W, Tile> consumer{{params, p, ring, steps, rank, lane}, warp, row_scales};
+  int buffer = 0, hidden_phase = 0;
+  for (int item = blockIdx.x / Tile::cluster; item < set.distinct * params.blocks; item += clusters) {
+    const FusedItem at(item, params.blocks, set);
+    const uint32_t values = hidden + buffer * Tile::hidden_bytes;
+    const uint32_t hidden_tile = hidden_tiles + buffer * Role::lines * Tile::x_bytes;
+    if (threadIdx.x == 0) ptx::mbarrier_arrive_expect_tx(hidden_full + buffer, Tile::hidden_bytes);
+    consumer.multiply_up(at, x_tile, values, hidden_full + buffer);
+    ptx::mbarrier_wait_cluster(hidden_full + buffer, hidden_phase);
+    consumer.convert_hidden(values, hidden_tile, hidden_scale[buffer]);
+    ptx::fence_proxy_async();
+    const int its_pair = consumer.first_pair(experts, at.expert);
+    Tile::barrier();
+    consumer.multiply_down(at, hidden_tile, hidden_scale[buffer], its_pair);
     buffer ^= 1;
     hidden_phase ^= buffer ^ 1;
   }

@@ -21,6 +21,17 @@ __device__ __forceinline__ uint32_t ring_of_stages() {
   return (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
 }
 
+// The consumer warpgroups. multiply_tiles(buffer): of the results, that the next pass of an epilogue fills.
+template <typename F>
+__device__ __forceinline__ void consume(const F& multiply_tiles) {
+  ptx::raise_registers<232>();
+  pdl_wait();
+  pdl_trigger();
+  int buffer = 0;
+  multiply_tiles(buffer);
+  ptx::bulk_wait_read<0>();  // shared memory outlives the copies
+}
+
 template <typename Roles>
 __device__ __forceinline__ void run_one(const TmaParams& params) {
   using Tile = typename Roles::Tile;
@@ -35,7 +46,7 @@ __device__ __forceinline__ void run_one(const TmaParams& params) {
     if (warp == 0) {
       if (lane == 0) roles.load_tiles(at_ring, /*first_item=*/blockIdx.x, /*absent=*/0);
     } else if (warp == 1) {
-      schedule_tiles<Roles::up, Roles::fp8, /*ALL_TICKETS=*/false, Tile>(params.p, roles.slices(), rank, shared.slots,
+      schedule_tiles<Roles::up, Roles::fp8, /*ALL_TICKETS=*/false, Tile>(params.p, roles.slices(), rank, shared.entries,
                                                                          shared.barriers, at_ring, blockIdx.x,
                                                                          /*last=*/true);
     } else if (roles.assistants() && warp < 2 + Roles::assistant_warps) {
@@ -43,12 +54,7 @@ __device__ __forceinline__ void run_one(const TmaParams& params) {
     }
     __syncwarp();
   } else {
-    ptx::raise_registers<232>();
-    pdl_wait();
-    pdl_trigger();
-    int buffer = 0;
-    roles.multiply_tiles(at_ring, buffer);
-    ptx::bulk_wait_read<0>();  // shared memory outlives the copies
+    consume([&](int& buffer) { roles.multiply_tiles(at_ring, buffer); });
   }
   if constexpr (Tile::cluster > 1) {  // no CTA leaves while the other may still load into it or arrive on its barriers
     __syncwarp();
@@ -61,15 +67,15 @@ __device__ __forceinline__ void run_one(const TmaParams& params) {
 template <Projection PROJECTION, typename Tile, typename Shared>
 __device__ __forceinline__ void skip_tiles(Shared& shared, int steps, bool arrives, RingPosition<Tile>& at_ring) {
   while (true) {
-    ptx::mbarrier_wait(shared.barriers.slot_full + at_ring.slot, at_ring.slot_phase);
-    if (!shared.slots[at_ring.slot].belongs_to(PROJECTION)) break;
+    ptx::mbarrier_wait(shared.barriers.entry_full + at_ring.entry, at_ring.entry_phase);
+    if (!shared.entries[at_ring.entry].belongs_to(PROJECTION)) break;
     for (int step = 0; step < steps; ++step) {
       ptx::mbarrier_wait(shared.barriers.empty + at_ring.stage, at_ring.phase ^ 1);
       __syncwarp();
       if (arrives) ptx::mbarrier_arrive(shared.barriers.full + at_ring.stage);
       at_ring.next_stage();
     }
-    at_ring.next_slot();
+    at_ring.next_entry();
   }
 }
 
@@ -96,10 +102,10 @@ __device__ __forceinline__ void run_both(const TmaBothParams& params) {
         down_roles.load_tiles(at_ring, kNoItem, /*absent=*/assistants - down_roles.assistants());
       }
     } else if (warp == 1) {
-      schedule_tiles<true, Up::fp8, /*ALL_TICKETS=*/true, Tile>(up.p, up_roles.slices(), 0, shared.slots,
+      schedule_tiles<true, Up::fp8, /*ALL_TICKETS=*/true, Tile>(up.p, up_roles.slices(), 0, shared.entries,
                                                                 shared.barriers, at_ring, first_item, /*last=*/false);
       const int items = tile_count<Tile::tokens>(up.p) * up_roles.slices(), ctas = gridDim.x;
-      schedule_tiles<false, Up::fp8, /*ALL_TICKETS=*/false, Tile>(down.p, down_roles.slices(), 0, shared.slots,
+      schedule_tiles<false, Up::fp8, /*ALL_TICKETS=*/false, Tile>(down.p, down_roles.slices(), 0, shared.entries,
                                                                   shared.barriers, at_ring,
                                                                   (blockIdx.x + ctas - items % ctas) % ctas,
                                                                   /*last=*/true);
@@ -113,13 +119,10 @@ __device__ __forceinline__ void run_both(const TmaBothParams& params) {
     }
     __syncwarp();
   } else {
-    ptx::raise_registers<232>();
-    pdl_wait();
-    pdl_trigger();
-    int buffer = 0;
-    up_roles.multiply_tiles(at_ring, buffer);
-    down_roles.multiply_tiles(at_ring, buffer);
-    ptx::bulk_wait_read<0>();  // shared memory outlives the copies
+    consume([&](int& buffer) {
+      up_roles.multiply_tiles(at_ring, buffer);
+      down_roles.multiply_tiles(at_ring, buffer);
+    });
   }
 }
 

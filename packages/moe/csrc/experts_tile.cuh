@@ -52,19 +52,23 @@ __device__ constexpr bool is_built() {
 }
 
 // The compile-time choices of the parts of a kernel.
-template <typename W_, Projection PROJECTION, typename Tile_>
+template <typename W_, Projection PROJECTION, bool IN_KERNEL, typename Tile_>
 struct ExpertsConfig {
   using W = W_;  // the element type of weights and x
   using Tile = Tile_;
-  static constexpr bool up = PROJECTION == Projection::up;
+  static constexpr bool up = PROJECTION == Projection::up, fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
+  static constexpr bool in_kernel = IN_KERNEL;                          // every CTA groups the pairs itself
+  static constexpr int element = fp8 ? 1 : 2;                           // bytes, of weights and x
+  static constexpr int group_stages = fp8 || Tile::stages < 5 ? 1 : 2;  // consumed between two barriers of the CTA
+  static constexpr int m_tile_channels = up ? 8 : 16;                   // output channels of 16 weight rows
   // Whether products are wgmma's. FP8 mma.sync is emulated on Hopper, by conversions that take as long as the loads.
 #if defined(KESTREL_HAS_WGMMA) && KESTREL_EXPERTS_MMA_SYNC == 0
-  static constexpr bool wgmma = std::is_same_v<W, __nv_fp8_e4m3>;
+  static constexpr bool wgmma = fp8;
 #else
   static constexpr bool wgmma = false;
 #endif
   static_assert(!wgmma || Tile::m_tiles == 1, "a warpgroup's rows are those of its warps in turn");
-  static constexpr int channels = (up ? 8 : 16) * Tile::m_tiles * Tile::warps;  // of the result, for a CTA
+  static constexpr int channels = m_tile_channels * Tile::m_tiles * Tile::warps;  // of the result, for a CTA
 };
 
 }  // namespace kestrel::moe

@@ -1,7 +1,7 @@
 // What the wgmma kernels of routed experts share: token tiles, the warp that schedules them, and loads of weights.
 //
 // A tile is 256 weight rows (up: 128 of each half of w1) by some tokens of one expert. One warp of a CTA schedules: it
-// writes the pairs, factors and scales of each tile into a slot of shared memory.
+// writes the pairs, factors and scales of each tile into an entry of a ring in shared memory.
 #pragma once
 
 #include <kestrel/pdl.cuh>
@@ -45,10 +45,10 @@ struct TmaBothParams {
   TmaParams up, down;
 };
 
-// Where a role of a CTA stands in the ring of stages and in that of slots.
+// Where a role of a CTA stands in the ring of stages and in that of tiles.
 template <typename Tile>
 struct RingPosition {
-  int stage = 0, phase = 0, slot = 0, slot_phase = 0;
+  int stage = 0, phase = 0, entry = 0, entry_phase = 0;
 
   __device__ __forceinline__ void next_stage() {
     if (++stage == Tile::stages) {
@@ -57,10 +57,10 @@ struct RingPosition {
     }
   }
 
-  __device__ __forceinline__ void next_slot() {
-    if (++slot == Tile::slots) {
-      slot = 0;
-      slot_phase ^= 1;
+  __device__ __forceinline__ void next_entry() {
+    if (++entry == Tile::entries) {
+      entry = 0;
+      entry_phase ^= 1;
     }
   }
 };
@@ -71,7 +71,7 @@ struct TmaBarriers {
   // Work items that the first CTA of a cluster sends to all. More than the items by which a CTA can be ahead of the
   // other, which is coupled to it by the stages.
   static constexpr int kTickets = Tile::cluster > 1 ? 16 : 0;
-  uint64_t full[Tile::stages], empty[Tile::stages], slot_full[Tile::slots], slot_empty[Tile::slots];
+  uint64_t full[Tile::stages], empty[Tile::stages], entry_full[Tile::entries], entry_empty[Tile::entries];
   uint64_t ticket_full[kTickets + 1];
   int tickets[kTickets + 1];
 
@@ -82,9 +82,9 @@ struct TmaBarriers {
         ptx::mbarrier_init(full + s, loaders);
         ptx::mbarrier_init(empty + s, Tile::consumers / 32 * Tile::cluster);
       }
-      for (int s = 0; s < Tile::slots; ++s) {
-        ptx::mbarrier_init(slot_full + s, 32);
-        ptx::mbarrier_init(slot_empty + s, Tile::consumers / 32);
+      for (int s = 0; s < Tile::entries; ++s) {
+        ptx::mbarrier_init(entry_full + s, 32);
+        ptx::mbarrier_init(entry_empty + s, Tile::consumers / 32);
       }
       for (int i = 0; i < kTickets; ++i) ptx::mbarrier_init(ticket_full + i, 1);
       ptx::fence_mbarrier_init();
@@ -107,7 +107,7 @@ struct TmaBarriers {
   }
 };
 
-// What a slot has of the tokens of a tile; the second one where rows of x are gathered.
+// What an entry has of the tokens of a tile; the second one where rows of x are gathered.
 template <int TOKENS>
 struct TileTokens {
   int pair[TOKENS];      // of each token; -1: none
@@ -121,7 +121,7 @@ struct GatheredTokens : TileTokens<TOKENS> {
 
 // A tile as its CTA sees it, written by the scheduling warp.
 template <typename Tokens, int SCALES>
-struct alignas(16) TileSlot : Tokens {
+struct alignas(16) TileEntry : Tokens {
   float scale[SCALES];  // of the rows of the weights
   int expert;           // -1: the end
   int tile;
@@ -140,7 +140,7 @@ struct TmaTile {
   static constexpr int rows = 256, half_rows = 128, half_groups = half_rows / 16;  // of weights
   static constexpr int weight_bytes = rows * kLineBytes, stage_bytes = (rows + tokens) * kLineBytes;
   static constexpr int stages = tokens <= 64 ? 5 : tokens <= 160 ? 4 : 3;
-  static constexpr int slots = 3, x_bytes = tokens * kLineBytes;
+  static constexpr int entries = 3, x_bytes = tokens * kLineBytes;
   // Results on their way to memory: two buffers of each warpgroup, for `pass` tokens of 128 channels of 16 bits. Rows
   // are padded against bank conflicts. With two buffers, one barrier a pass is enough.
   static constexpr int pass = tokens == 160 ? 8 : 16, result_row = 256 + 16;
@@ -159,8 +159,8 @@ struct TmaTile {
 template <typename W, typename Tile>
 struct TmaShared {
   static constexpr bool fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
-  using Slot = TileSlot<GatheredTokens<Tile::tokens>, fp8 ? Tile::rows : 1>;
-  Slot slots[Tile::slots];
+  using Entry = TileEntry<GatheredTokens<Tile::tokens>, fp8 ? Tile::rows : 1>;
+  Entry entries[Tile::entries];
   TmaBarriers<Tile> barriers;
   alignas(16) float stage_scales[fp8 ? Tile::stages : 1][Tile::tokens];  // of x, with p.x_blocks
 };
@@ -220,11 +220,50 @@ __device__ __forceinline__ int load_weights_ahead(const ExpertsParams& p, int fi
   return ahead;
 }
 
-// The scheduling warp of the CTA of this rank: fills slots with its tiles, and with the end. ALL_TICKETS: no item
+// By the TMA thread: loads the stages of all tiles of a projection. load_weights(stage, step, expert, slice, shared),
+// load_x(stage, step, tile, used).
+template <Projection PROJECTION, typename Tile, typename Entry, typename FW, typename FX>
+__device__ __forceinline__ void load_stages(const TmaParams& params, int slices, const Entry* entries,
+                                            TmaBarriers<Tile>& barriers, RingPosition<Tile>& at_ring, int first_item,
+                                            const FW& load_weights, const FX& load_x) {
+  const ExpertsParams& p = params.p;
+  const int steps = params.steps;
+  int ahead = load_weights_ahead<Tile>(p, first_item, slices, steps, load_weights);  // steps whose weights are loaded
+  pdl_wait();
+  pdl_trigger();
+  while (true) {
+    ptx::mbarrier_wait(barriers.entry_full + at_ring.entry, at_ring.entry_phase);
+    const Entry& at = entries[at_ring.entry];
+    const int expert = at.expert, slice = at.slice, tile = at.tile, used = at.used;
+    const bool shared = at.shared;
+    if (!at.belongs_to(PROJECTION)) break;
+    if (PROJECTION == Projection::down && p.ready && !is_ready(p.ready + tile, p.ready_signals)) {
+      RingPosition<Tile> next = at_ring;
+      for (; ahead < min(steps, Tile::stages); ++ahead) {
+        ptx::mbarrier_wait(barriers.empty + next.stage, next.phase ^ 1);
+        load_weights(next.stage, ahead, expert, slice, shared);
+        next.next_stage();
+      }
+      while (!is_ready(p.ready + tile, p.ready_signals)) __nanosleep(100);
+    }
+    for (int step = 0; step < steps; ++step) {
+      if (step >= ahead) {
+        ptx::mbarrier_wait(barriers.empty + at_ring.stage, at_ring.phase ^ 1);
+        load_weights(at_ring.stage, step, expert, slice, shared);
+      }
+      load_x(at_ring.stage, step, tile, used);
+      at_ring.next_stage();
+    }
+    ahead = 0;
+    at_ring.next_entry();
+  }
+}
+
+// The scheduling warp of the CTA of this rank: fills entries with its tiles, and with the end. ALL_TICKETS: no item
 // belongs to a CTA that may not have started; `first` is a ticket, or kNoItem.
-template <bool UP, bool FP8, bool ALL_TICKETS, typename Tile, typename Slot>
-__device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slices, int rank, Slot* slots,
-                                               TmaBarriers<Tile>& barriers, RingPosition<Tile>& at_slot, int first,
+template <bool UP, bool FP8, bool ALL_TICKETS, typename Tile, typename Entry>
+__device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slices, int rank, Entry* entries,
+                                               TmaBarriers<Tile>& barriers, RingPosition<Tile>& at_entry, int first,
                                                bool last) {
   constexpr int C = Tile::cluster, channels = UP ? Tile::half_rows : Tile::rows;
   const int lane = threadIdx.x % 32;
@@ -247,10 +286,10 @@ __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slice
           // A CTA takes no more tiles ahead than it needs, so that all end together: tile n once tile n - 2 is
           // multiplied; FP8 tiles of 128, which are short, once n - 3 is. So do FP8 layers with one step of K: their
           // copies are signalled two steps later, so the end of n - 2 may need copies of n.
-          static_assert(Tile::slots == 3, "at_slot held tile n - 3, the slot after it n - 2");
-          RingPosition<Tile> before = at_slot;
-          if (Tile::gathers && !(FP8 && p.width <= kLineBytes)) before.next_slot();
-          ptx::mbarrier_wait(barriers.slot_empty + before.slot, before.slot_phase ^ 1);
+          static_assert(Tile::entries == 3, "at_entry held tile n - 3, the entry after it n - 2");
+          RingPosition<Tile> before = at_entry;
+          if (Tile::gathers && !(FP8 && p.width <= kLineBytes)) before.next_entry();
+          ptx::mbarrier_wait(barriers.entry_empty + before.entry, before.entry_phase ^ 1);
           if (lane == 0) next = (ALL_TICKETS ? 0 : clusters) + atomicAdd(p.tickets, 1);
         }
         item = __shfl_sync(0xffffffffu, next, 0);
@@ -286,8 +325,8 @@ __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slice
       shared = expert == other || other < 0;
     }
     if (expert < 0) continue;
-    ptx::mbarrier_wait(barriers.slot_empty + at_slot.slot, at_slot.slot_phase ^ 1);
-    Slot& to = slots[at_slot.slot];
+    ptx::mbarrier_wait(barriers.entry_empty + at_entry.entry, at_entry.entry_phase ^ 1);
+    Entry& to = entries[at_entry.entry];
     int used = 0, pair_of[Tile::tokens / 32];
 #pragma unroll
     for (int i = 0; i < Tile::tokens / 32; ++i) {
@@ -330,13 +369,13 @@ __device__ __forceinline__ void schedule_tiles(const ExpertsParams& p, int slice
       to.shared = shared;
       to.projection = UP ? Projection::up : Projection::down;
     }
-    ptx::mbarrier_arrive(barriers.slot_full + at_slot.slot);
-    at_slot.next_slot();
+    ptx::mbarrier_arrive(barriers.entry_full + at_entry.entry);
+    at_entry.next_entry();
   }
   if (!last) return;
-  ptx::mbarrier_wait(barriers.slot_empty + at_slot.slot, at_slot.slot_phase ^ 1);
-  if (lane == 0) slots[at_slot.slot].expert = -1;
-  ptx::mbarrier_arrive(barriers.slot_full + at_slot.slot);
+  ptx::mbarrier_wait(barriers.entry_empty + at_entry.entry, at_entry.entry_phase ^ 1);
+  if (lane == 0) entries[at_entry.entry].expert = -1;
+  ptx::mbarrier_arrive(barriers.entry_full + at_entry.entry);
 }
 
 // Loads the weights of a stage, and of a tile that the cluster shares this CTA's half, for both.

@@ -32,10 +32,12 @@ _ROWS_OF_LARGE_TILES = 9.75  # pairs for each expert, above which tiles of 64 to
 # FP8 layers on Hopper: tiles of 32 tokens of the wgmma kernel, which take fewer launches, up to so many pairs for each
 # expert. Layers of more weights than this take them only from _ROWS_OF_LARGE_FP8 pairs for each expert on.
 _WEIGHTS_OF_FP8_TILES, _ROWS_OF_FP8_TILES, _ROWS_OF_LARGE_FP8 = 2**30, 22, 0.25
-_ROWS_OF_WIDE_TILES = 320  # up to so many pairs for each expert, layers of 16 bits take tiles of 160 tokens
-# Pairs for each expert, above which two tiles share the weights: of 16 bits, and of FP8. 16 bits need fewer if
-# Hd * I / (Hd + I) is at least so large.
-_ROWS_OF_CLUSTERS, _ROWS_OF_LARGE_CLUSTERS, _PRODUCTS_OF_CLUSTERS = (1024, 2048), (144, 2048), 1024
+# Pairs for each expert, above the first and up to the second number, with which layers of 16 bits take tiles of 160
+# tokens: most experts fit into one of them and not into one of 128, or into two and not into two of 128.
+_ROWS_OF_ONE_WIDE_TILE, _ROWS_OF_TWO_WIDE_TILES = (100, 168), (248, 312)
+# Pairs for each expert, above which two tiles of 128 share the weights: of FP8, and of 16 bits if Hd * I / (Hd + I) is
+# at least so large.
+_ROWS_OF_FP8_CLUSTERS, _ROWS_OF_CLUSTERS, _PRODUCTS_OF_CLUSTERS = 2048, 152, 2048
 # torch.nn.functional.grouped_mm is faster above so many pairs for each expert, if Hd * I / (Hd + I) is at least so
 # large: products for each element that is gathered, activated and summed by kernels of their own.
 _ROWS_OF_GROUPED_MM, _PRODUCTS_OF_GROUPED_MM = 2048, 2048
@@ -163,10 +165,13 @@ def by_rule(layer: Layer) -> Variant:
         return Variant(GROUPED_MM)
     if rows <= _ROWS_OF_TILES_64:
         return Variant(ALIGNED, 64)
-    of_16_bits, of_fp8 = _ROWS_OF_LARGE_CLUSTERS if products >= _PRODUCTS_OF_CLUSTERS else _ROWS_OF_CLUSTERS
-    if rows > (of_fp8 if layer.dtype == "fp8" else of_16_bits):
-        return Variant(CLUSTERED, 128)
-    return Variant(ALIGNED, 160 if layer.dtype != "fp8" and rows <= _ROWS_OF_WIDE_TILES else 128)
+    if layer.dtype == "fp8":
+        return Variant(CLUSTERED if rows > _ROWS_OF_FP8_CLUSTERS else ALIGNED, 128)
+    shares = products >= _PRODUCTS_OF_CLUSTERS and rows > _ROWS_OF_CLUSTERS
+    one, two = (low < rows <= high for low, high in (_ROWS_OF_ONE_WIDE_TILE, _ROWS_OF_TWO_WIDE_TILES))
+    if two or (one and not shares):
+        return Variant(ALIGNED, 160)
+    return Variant(CLUSTERED if shares else ALIGNED, 128)
 
 
 def choose(layer: Layer, entries: tuned.Entries, *, grouped_mm: bool = True) -> Variant:
