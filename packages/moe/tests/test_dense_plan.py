@@ -129,7 +129,7 @@ def test_large_layers_take_the_largest_tile_where_waves_are_full(
     tokens: int, outputs: int, width: int, full: bool
 ) -> None:
     plan = _dense_plan.choose_on_hopper(tokens, outputs, width)
-    assert plan == (Plan(Kernel.COOPERATIVE, 256) if full else Plan(Kernel.VENDOR))
+    assert plan == (Plan(Kernel.COOPERATIVE, 256) if full else Plan(Kernel.VENDOR_EPILOGUE))
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,11 @@ def test_large_layers_take_the_largest_tile_where_waves_are_full(
         (63, 1152, 4609, Plan(Kernel.VENDOR)),
         (64, 4096, 4096, Plan(Kernel.VENDOR_EPILOGUE)),
         (64, 4104, 4096, Plan(Kernel.VENDOR)),
+        (2047, 4096, 14336, Plan(Kernel.VENDOR)),
+        (2048, 4096, 14336, Plan(Kernel.VENDOR_EPILOGUE)),
         (2048, 1152, 4304, Plan(Kernel.VENDOR)),
         (3600, 1152, 4304, Plan(Kernel.VENDOR_EPILOGUE)),
-        (3600, 1152, 4609, Plan(Kernel.VENDOR)),
+        (2047, 1152, 4609, Plan(Kernel.VENDOR)),
         (9729, 1152, 1152, Plan(Kernel.PING_PONG, 144)),
         (9477, 1152, 1152, Plan(Kernel.VENDOR_EPILOGUE)),
         (1281, 1152, 4304, Plan(Kernel.COOPERATIVE, 128, 2)),
