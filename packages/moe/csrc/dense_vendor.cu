@@ -11,8 +11,10 @@
 #include <array>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <type_traits>
+#include <utility>
 
 #include "dense_launch.h"
 
@@ -38,10 +40,11 @@ constexpr int kSuccess = 0;
 constexpr int kFloat = 0, kHalf = 2, kBfloat = 14;  // cudaDataType_t
 constexpr int kComputeFloat = 68;                   // CUBLAS_COMPUTE_32F
 constexpr int32_t kTransposed = 1;
-constexpr int kTransA = 3, kEpilogue = 7, kBiasPointer = 8;  // CUBLASLT_MATMUL_DESC_*
-constexpr uint32_t kDefault = 1, kBias = 4, kGelu = 32;      // CUBLASLT_EPILOGUE_*
-constexpr int kWorkspaceBytes = 1;                           // CUBLASLT_MATMUL_PREF_*
-constexpr int kAlignments[] = {5, 6, 7, 8};                  // of A, B, C and D
+constexpr int32_t kDevicePointers = 1;                                         // CUBLASLT_POINTER_MODE_DEVICE
+constexpr int kPointerMode = 2, kTransA = 3, kEpilogue = 7, kBiasPointer = 8;  // CUBLASLT_MATMUL_DESC_*
+constexpr uint32_t kDefault = 1, kBias = 4, kGelu = 32;                        // CUBLASLT_EPILOGUE_*
+constexpr int kWorkspaceBytes = 1;                                             // CUBLASLT_MATMUL_PREF_*
+constexpr int kAlignments[] = {5, 6, 7, 8};                                    // of A, B, C and D
 
 struct Library {
   int (*create)(Handle*);
@@ -106,10 +109,13 @@ struct Owned {
 namespace lt = cublas_lt;
 
 // A product D = A B + C in the library's columns: A the weight, transposed, B is x', C the residual' and D the result'.
+// Its descriptors fit all operands of these sizes and strides.
 class VendorProduct {
  public:
-  VendorProduct(const lt::Library& library, const LinearParams& p, int type)
+  // one: 1 in the device's memory, or nullptr for factors in the host's.
+  VendorProduct(const lt::Library& library, const LinearParams& p, int type, const float* one = nullptr)
       : library_(library),
+        one_(one),
         description_(library.destroy),
         a_(library.destroy_layout),
         b_(library.destroy_layout),
@@ -119,7 +125,7 @@ class VendorProduct {
     set(lt::kTransA, lt::kTransposed);
     const uint32_t gelu = p.activation == LinearActivation::gelu_tanh ? lt::kGelu : 0, bias = p.bias ? lt::kBias : 0;
     set(lt::kEpilogue, gelu | bias ? gelu | bias : lt::kDefault);
-    if (p.bias) set(lt::kBiasPointer, p.bias);
+    if (one) set(lt::kPointerMode, lt::kDevicePointers);
     const auto layout = [&](lt::Owned& of, int rows, int columns, int64_t bytes) {
       check(library.create_layout(&of.object, type, rows, columns, columns > 1 ? bytes / 2 : rows));
     };
@@ -147,10 +153,16 @@ class VendorProduct {
   }
 
   // False if the library refuses these operands.
-  bool run(lt::Handle handle, const LinearParams& p, const lt::Algorithm& algorithm, cudaStream_t stream) const {
-    const float one = 1.f, beta = p.residual ? 1.f : 0.f;
+  bool run(lt::Handle handle, const LinearParams& p, const lt::Algorithm& algorithm, cudaStream_t stream) {
+    if (p.bias != bias_) {
+      set(lt::kBiasPointer, p.bias);
+      bias_ = p.bias;
+    }
+    const float one = 1.f, zero = 0.f;
+    const float* const alpha = one_ ? one_ : &one;
+    const float* const beta = p.residual ? alpha : &zero;
     const void* const c = p.residual ? p.residual : p.out;
-    return library_.multiply(handle, description_.object, &one, p.weight, a_.object, p.x, b_.object, &beta, c,
+    return library_.multiply(handle, description_.object, alpha, p.weight, a_.object, p.x, b_.object, beta, c,
                              c_.object, p.out, d_.object, &algorithm, nullptr, 0, stream) == lt::kSuccess;
   }
 
@@ -164,21 +176,10 @@ class VendorProduct {
   }
 
   const lt::Library& library_;
+  const float* one_;
+  const char* bias_ = nullptr;  // what the description holds
   lt::Owned description_, a_, b_, c_, d_;
 };
-
-// The library's handle and its choices of algorithms on one device.
-struct VendorState {
-  std::mutex mutex;
-  lt::Handle handle = nullptr;
-  bool failed = false;
-  struct Choice {
-    bool exists;
-    lt::Algorithm algorithm;
-  };
-  std::map<std::array<int, 5>, Choice> choices;  // by dtype, epilogue, T, N and K
-};
-constexpr size_t kMaxChoices = 4096;
 
 // Permits calls that capture forbids by default. They enqueue no work on the stream.
 class RelaxedCapture {
@@ -192,8 +193,60 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
+constexpr size_t kMaxChoices = 4096, kMaxProducts = 512;
+__device__ float device_one = 1.f;  // in each device's memory
+
+// The library's handle and its choices of algorithms on one device, for all threads. Never freed: the library may end
+// before this binary does.
+struct VendorState {
+  struct Choice {
+    bool exists;
+    lt::Algorithm algorithm;
+  };
+  std::mutex mutex;
+  lt::Handle handle = nullptr;
+  const float* one = nullptr;  // device_one's address
+  bool failed = false;
+  std::map<std::array<int, 5>, Choice> choices;  // by dtype, epilogue, T, N and K
+
+  // False: there is no handle, or no algorithm.
+  bool choose(const lt::Library& library, const LinearParams& p, int type, int epilogue, lt::Algorithm* algorithm) {
+    const std::lock_guard lock(mutex);
+    if (handle == nullptr && !failed) {
+      const RelaxedCapture relaxed;
+      void* address = nullptr;
+      failed = library.create(&handle) != lt::kSuccess || cudaGetSymbolAddress(&address, device_one) != cudaSuccess;
+      if (failed) cudaGetLastError();  // clears the error for the next caller
+      one = static_cast<const float*>(address);
+    }
+    if (failed) return false;
+    const std::array<int, 5> key{type, epilogue, p.tokens, p.outputs, p.width};
+    auto known = choices.find(key);
+    if (known == choices.end()) {
+      LinearParams whole = p;  // rows without gaps, so that the choice, and the bits, do not depend on strides
+      whole.x_stride = whole.weight_stride = int64_t{p.width} * 2;
+      whole.residual_stride = whole.out_stride = int64_t{p.outputs} * 2;
+      Choice choice{};
+      choice.exists = VendorProduct(library, whole, type).choose(handle, &choice.algorithm);
+      if (choices.size() >= kMaxChoices) choices.clear();
+      known = choices.emplace(key, choice).first;
+    }
+    *algorithm = known->second.algorithm;
+    return known->second.exists;
+  }
+};
+
+// A product with the library's choice for it, of one thread: its description holds the bias of the last call.
+struct ChosenProduct {
+  lt::Handle handle;
+  lt::Algorithm algorithm;
+  VendorProduct product;
+};
+
 bool launch_vendor(const LinearParams& p, DLDataType dtype, DLDevice device) {
-  static std::array<VendorState, kCachedDevices> states;
+  static std::array<VendorState, kCachedDevices>& states = *new std::array<VendorState, kCachedDevices>;
+  // Freed when the thread ends. By device, dtype, epilogue, T, N, K and strides; null: there is no algorithm.
+  static thread_local std::map<std::array<int64_t, 10>, std::unique_ptr<ChosenProduct>> products;
   const lt::Library* const library = lt::Library::get();
   const bool bf16 = same_dtype(dtype, kBFloat16);
   if (library == nullptr || device.device_id >= kCachedDevices || !(bf16 || same_dtype(dtype, kFloat16))) return false;
@@ -212,30 +265,25 @@ bool launch_vendor(const LinearParams& p, DLDataType dtype, DLDevice device) {
 
   const int type = bf16 ? lt::kBfloat : lt::kHalf;
   const int epilogue = (p.bias != nullptr) + 2 * (p.residual != nullptr) + 4 * static_cast<int>(p.activation);
-  VendorState& state = states[device.device_id];
-  lt::Algorithm algorithm;
-  {
-    const std::lock_guard lock(state.mutex);
-    if (state.handle == nullptr && !state.failed) {
-      const RelaxedCapture relaxed;
-      state.failed = library->create(&state.handle) != lt::kSuccess;
+  // Where it knows that C is D and beta is 1, the library rounds the product before it adds C.
+  const bool in_place = p.residual == p.out;
+  const std::array<int64_t, 10> key{
+      device.device_id, type,       epilogue + 16 * in_place, p.tokens,          p.outputs,
+      p.width,          p.x_stride, p.weight_stride,          p.residual_stride, p.out_stride};
+  auto known = products.find(key);
+  if (known == products.end()) {
+    VendorState& state = states[device.device_id];
+    std::unique_ptr<ChosenProduct> chosen;
+    lt::Algorithm algorithm;
+    if (state.choose(*library, p, type, epilogue, &algorithm)) {
+      const float* const one = in_place ? state.one : nullptr;
+      chosen.reset(new ChosenProduct{state.handle, algorithm, VendorProduct(*library, p, type, one)});
     }
-    if (state.failed) return false;
-    const std::array<int, 5> key{type, epilogue, p.tokens, p.outputs, p.width};
-    auto known = state.choices.find(key);
-    if (known == state.choices.end()) {
-      LinearParams whole = p;  // rows without gaps, so that the choice, and the bits, do not depend on strides
-      whole.x_stride = whole.weight_stride = in_bytes;
-      whole.residual_stride = whole.out_stride = out_bytes;
-      VendorState::Choice choice{};
-      choice.exists = VendorProduct(*library, whole, type).choose(state.handle, &choice.algorithm);
-      if (state.choices.size() >= kMaxChoices) state.choices.clear();
-      known = state.choices.emplace(key, choice).first;
-    }
-    if (!known->second.exists) return false;
-    algorithm = known->second.algorithm;
+    if (products.size() >= kMaxProducts) products.clear();
+    known = products.emplace(key, std::move(chosen)).first;
   }
-  return VendorProduct(*library, p, type).run(state.handle, p, algorithm, current_stream(device));
+  ChosenProduct* const chosen = known->second.get();
+  return chosen && chosen->product.run(chosen->handle, p, chosen->algorithm, current_stream(device));
 }
 
 }  // namespace kestrel::moe

@@ -17,10 +17,12 @@ constexpr int kMaxTokens = 128;  // of w4a16_kernel
 // Rows of a CTA so that every SM has a CTA, or nearly so. Arguments: tiles of 8 tokens, of 16 rows per warp, warps of a
 // slice of K, stages, the most slices of K. Up to 16 tokens two stages leave shared memory to the next launch.
 using Tile8Rows32 = W4Tile<1, 1, 2, 2, 8>;
+using Tile8Half = W4Tile<1, 2, 2, 3, 4>;  // 64 rows, two CTAs on an SM
 using Tile8Rows64 = W4Tile<1, 2, 2, 2, 8>;
 using Tile8Rows128 = W4Tile<1, 2, 4, 2, 4>;
 using Tile8LongRows128 = W4Tile<1, 4, 2, 2, 6>;
 using Tile16Rows32 = W4Tile<2, 1, 2, 2, 8>;
+using Tile16Half = W4Tile<2, 2, 2, 3, 4>;
 using Tile16Rows64 = W4Tile<2, 2, 2, 2, 8>;
 using Tile16Rows128 = W4Tile<2, 2, 4, 2, 4>;
 using Tile16LongRows128 = W4Tile<2, 4, 2, 2, 6>;
@@ -74,15 +76,27 @@ namespace w4_mma {
 
 // Largest: the tile with the most tokens among those whose results are to be the same, bit for bit.
 template <typename T, int GROUP, typename Tile, typename Largest>
-void launch_tile(W4Params p, DLDevice device) {
+void launch_tile(W4Params p, DLDevice device, int most_splits = kMaxSplits) {
   constexpr int bytes = W4Stage<Tile, GROUP>::shared_bytes;
   constexpr auto kernel = w4a16_kernel<T, GROUP, Tile>;
   const int limit = raise_shared_limit<kernel>(device);
   const int row_tiles = (p.outputs + Tile::rows - 1) / Tile::rows, tiles = (p.tokens + Tile::tokens - 1) / Tile::tokens;
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
   p.parts = std::min({Tile::parts, p.steps, limit / W4Stage<Largest, GROUP>::shared_bytes});
-  p.splits = std::max(1, std::min({sms / (row_tiles * tiles), kMaxSplits, p.steps / p.parts}));
+  p.splits = std::max(1, std::min({sms / (row_tiles * tiles), most_splits, p.steps / p.parts}));
   launch_slices<T>(kernel, p, row_tiles, tiles, Tile::threads * p.parts, bytes * p.parts, device);
+}
+
+// Whether CTAs of half an SM are faster: one or two of them for each 64 rows fill the GPU once, or take fewer waves
+// than CTAs of an SM, and the next launch starts beside them.
+bool half_fits(const W4Params& p, DLDevice device) {
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) != 9) return false;
+  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
+  const auto within = [&](int least, int most) { return p.outputs > least * sms && p.outputs <= most * sms; };
+  if (p.steps <= 16 && within(32, 64)) return true;
+  if (p.steps <= 20 && within(15, 22)) return true;
+  if (p.steps <= 32 && within(128, 192)) return true;
+  return (p.steps <= 48 && within(22, 32)) || (p.steps <= 64 && within(64, 96));
 }
 
 // The limits are those of the designs in EXPERIMENTS.md, "4-bit linear".
@@ -91,6 +105,9 @@ void launch_group(const W4Params& p, DLDevice device) {
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
   const bool wide = p.outputs > 96 * sms;
   if constexpr (GROUP == 128) {
+    const bool half = p.tokens <= 16 && half_fits(p, device);
+    if (p.tokens <= 8 && half) return launch_tile<T, GROUP, Tile8Half, Tile16Half>(p, device, 2);
+    if (half) return launch_tile<T, GROUP, Tile16Half, Tile16Half>(p, device, 2);
     // 32 rows need no cluster. Beyond 48 steps a CTA has more than its pipeline stages hold.
     const bool narrow = p.outputs <= 32 * sms && p.steps <= 48;
     if (p.tokens <= 8 && narrow) return launch_tile<T, GROUP, Tile8Rows32, Tile16Rows32>(p, device);
@@ -215,8 +232,8 @@ void w4_dequant(TensorView out, TensorView codes, TensorView scales, OptionalTen
   if (!aligned16(p.out)) unsupported("an out not aligned to 16 bytes");
   const DLDevice device = codes.device();
   const DeviceGuard guard(device.device_id);
-  const int64_t blocks = codes.size(0) * codes.size(1);
-  const int64_t ctas = (blocks + kW4DequantWarps - 1) / kW4DequantWarps;
+  const int64_t warps = codes.size(0) * ((codes.size(1) + kW4DequantBlocks - 1) / kW4DequantBlocks);
+  const int64_t ctas = (warps + kW4DequantWarps - 1) / kW4DequantWarps;
   if (ctas > std::numeric_limits<int>::max()) unsupported("more than 2^31 CTAs");
   launch_pdl(same_dtype(scales.dtype(), kBFloat16) ? w4_dequant_kernel<__nv_bfloat16> : w4_dequant_kernel<__half>,
              dim3(static_cast<unsigned>(ctas)), dim3(32 * kW4DequantWarps), device, p);

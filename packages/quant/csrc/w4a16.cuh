@@ -65,7 +65,8 @@ struct W4Tile {
   static constexpr int parts = PARTS_;        // slices of K of a CTA, at most
   static constexpr int stages = STAGES_;
   static constexpr int tokens = 8 * n_tiles;
-  static constexpr bool subnormal_codes = m_tiles < 4 || n_tiles == 1;                     // where they are a gain
+  static constexpr bool subnormal_codes = m_tiles < 4 || n_tiles == 1;  // where they are a gain
+  static constexpr bool predicated_x = n_tiles == 2 || (n_tiles == 1 && (m_tiles != 2 || stages == 3));  // likewise
   static constexpr int x_copies = (tokens * 2 * kLineBytes / 16 + threads - 1) / threads;  // a thread and stage
 };
 
@@ -101,6 +102,16 @@ __device__ __forceinline__ uint32_t narrow(float v) {
 __device__ __forceinline__ uint32_t load_shared_u16(uint32_t address) {
   uint16_t v;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+  return v;
+}
+
+// 16 bytes, or zeros where they are not valid, without a branch: several such loads are in flight sooner.
+__device__ __forceinline__ uint4 load_or_zero(const char* from, bool valid) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  asm volatile("{\n.reg .pred valid;\nsetp.ne.b32 valid, %5, 0;\n@valid ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+               : "l"(from), "r"(static_cast<int>(valid))
+               : "memory");
   return v;
 }
 
@@ -313,15 +324,18 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1) w4a16_kernel(co
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const int s = (first + j) / Tile::x_copies, token = (first + j) % Tile::x_copies * kTokensOfCopy;
+      const bool valid = s < S - 1 && first_step + s < last_step && x_token + token < tokens && x_left > s * kStep * 2;
       v[j] = make_uint4(0, 0, 0, 0);
-      if (s < S - 1 && first_step + s < last_step && x_token + token < tokens && x_left > s * kStep * 2) {
+      if constexpr (Tile::predicated_x) {
+        v[j] = load_or_zero(x_at + token * p.x_stride + s * kStep * 2, valid);
+      } else if (valid) {
         v[j] = *reinterpret_cast<const uint4*>(x_at + token * p.x_stride + s * kStep * 2);
       }
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const int s = (first + j) / Tile::x_copies, token = (first + j) % Tile::x_copies * kTokensOfCopy;
-      if (s < S - 1 && x_token + token < tokens) {
+      if (s < S - 1 && (Tile::predicated_x || x_token + token < tokens)) {
         *reinterpret_cast<uint4*>(memory + s * Stage::bytes + x_place(token)) = v[j];
       }
     }
@@ -470,60 +484,67 @@ __global__ void __launch_bounds__(kW4SumThreads) w4a16_sum_kernel(const __grid_c
   store_sums<T>(p, token, row, sum);
 }
 
-// Lane q of four neighbours gets element q of each: v[i] of lane i.
-__device__ __forceinline__ void transpose_quad(uint32_t (&v)[4], int quad) {
-#pragma unroll
-  for (int bit = 1; bit < 4; bit *= 2) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & bit) continue;
-      const bool upper = quad & bit;
-      const uint32_t other = __shfl_xor_sync(~0u, upper ? v[i] : v[i + bit], bit);
-      v[i] = upper ? other : v[i];
-      v[i + bit] = upper ? v[i + bit] : other;
-    }
-  }
-}
+constexpr int kW4DequantWarps = 8, kW4DequantBlocks = 2;  // of a CTA; of a warp
 
-constexpr int kW4DequantWarps = 8;
-
-// The weight itself, [N, K] in T, rounded once: a warp takes blocks of 16 rows and 64 k.
+// The weight itself, [N, K] in T, rounded once: a warp takes blocks of 16 rows and 64 k, side by side. A block becomes
+// 16 lines of 128 bytes in shared memory, in chunks of 16 bytes, whose order in a line avoids bank conflicts.
 template <typename T>
 __global__ void __launch_bounds__(32 * kW4DequantWarps) w4_dequant_kernel(const __grid_constant__ W4Params p) {
-  const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
-  const int64_t at = int64_t{blockIdx.x} * kW4DequantWarps + threadIdx.x / 32;
-  const int tile = static_cast<int>(at / p.blocks), block = static_cast<int>(at % p.blocks);
+  using Codes = CentredCodes<T, false>;
+  __shared__ __align__(128) char lines[kW4DequantWarps][16 * kLineBytes];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quad = lane % 4;
+  const int parts = (p.blocks + kW4DequantBlocks - 1) / kW4DequantBlocks;  // of 16 rows
+  const int64_t at = int64_t{blockIdx.x} * kW4DequantWarps + warp;
+  const int tile = static_cast<int>(at / parts), first_block = static_cast<int>(at % parts) * kW4DequantBlocks;
   if (tile * 16 >= p.outputs) return;
-  const uint4 codes = *reinterpret_cast<const uint4*>(p.codes + at * kBlockBytes + lane * 16);
-  const uint32_t words[4] = {__funnelshift_r(codes.x, codes.x, 3), __funnelshift_r(codes.y, codes.y, 3),
-                             __funnelshift_r(codes.z, codes.z, 3), __funnelshift_r(codes.w, codes.w, 3)};
-  const unsigned short* scales = reinterpret_cast<const unsigned short*>(p.scales);
-  const short* zeros = reinterpret_cast<const short*>(p.zeros);
+  const char* codes_at = p.codes + (int64_t{tile} * p.blocks + first_block) * kBlockBytes + lane * 16;
+  uint4 codes[kW4DequantBlocks];
+#pragma unroll
+  for (int b = 0; b < kW4DequantBlocks; ++b) {
+    if (first_block + b < p.blocks) codes[b] = *reinterpret_cast<const uint4*>(codes_at + b * kBlockBytes);
+  }
+  // Of the rows `group` and `group` + 8, for each half of a block. What does not exist is not stored.
+  uint32_t scales[kW4DequantBlocks][2][2], minus_zeros[kW4DequantBlocks][2][2];
+#pragma unroll
+  for (int b = 0; b < kW4DequantBlocks; ++b) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int k = min((first_block + b) * kBlock + h * 32, p.width - 1);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int64_t of = int64_t{k / p.group} * p.outputs + min(tile * 16 + r * 8 + group, p.outputs - 1);
+        scales[b][h][r] = reinterpret_cast<const unsigned short*>(p.scales)[of] * 0x10001u;
+        const int zero = p.zeros ? reinterpret_cast<const short*>(p.zeros)[of] : 8;
+        minus_zeros[b][h][r] = Codes::minus_zero(zero);
+      }
+    }
+  }
   pdl_wait();
   pdl_trigger();
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int k = block * kBlock + h * 32;
-    if (k >= p.width) continue;
+  for (int b = 0; b < kW4DequantBlocks; ++b) {
+    if (b > 0) __syncwarp();  // the lines have been read
+    const uint32_t words[4] = {codes[b].x, codes[b].y, codes[b].z, codes[b].w};
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = tile * 16 + r * 8 + group;
-      const bool valid = row < p.outputs && k + quad * 8 < p.width;
-      const int64_t of = int64_t{k / p.group} * p.outputs + (row < p.outputs ? row : 0);
-      const float scale = widen<T>(scales[of]);
-      const int zero = zeros ? zeros[of] : 8;
-      uint32_t v[4];
+    for (int w = 0; w < 4; ++w) {  // 16 columns; element i of a fragment is of row i % 2 and of chunk i / 2
+      uint32_t a[4];
+      Codes::decode(words[w], minus_zeros[b][w / 2], a);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {  // columns 8 j + 2 quad and the next one
-        const uint32_t word = words[2 * h + j / 2] >> (4 * (j % 2 * 2 + r));
-        const float first = static_cast<float>(static_cast<int>(word & 15) - zero) * scale;
-        const float second = static_cast<float>(static_cast<int>(word >> 16 & 15) - zero) * scale;
-        v[j] = narrow<T>(first) | narrow<T>(second) << 16;
+      for (int i = 0; i < 4; ++i) {
+        char* const line = lines[warp] + (i % 2 * 8 + group) * kLineBytes;
+        *reinterpret_cast<uint32_t*>(line + ((w * 2 + i / 2) ^ group) * 16 + quad * 4) =
+            times<T>(a[i], scales[b][w / 2][i % 2]);
       }
-      transpose_quad(v, quad);
-      if (valid) {
-        *reinterpret_cast<uint4*>(p.out + row * p.out_stride + int64_t{k + quad * 8} * 2) =
-            make_uint4(v[0], v[1], v[2], v[3]);
+    }
+    __syncwarp();
+    const int chunk = lane % 8, column = (first_block + b) * kBlock + chunk * 8;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int of_tile = i * 4 + lane / 8, row = tile * 16 + of_tile;
+      const char* const from = lines[warp] + of_tile * kLineBytes + (chunk ^ of_tile % 8) * 16;
+      if (row < p.outputs && column < p.width) {
+        *reinterpret_cast<uint4*>(p.out + row * p.out_stride + int64_t{column} * 2) =
+            *reinterpret_cast<const uint4*>(from);
       }
     }
   }

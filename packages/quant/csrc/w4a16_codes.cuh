@@ -109,14 +109,16 @@ struct CentredCodes<__nv_bfloat16, true> {
 // Two elements times two others, rounded.
 template <typename T>
 __device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b) {
-  uint32_t d = 0;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  } else {
+  uint32_t d;
+  if constexpr (!std::is_same_v<T, __nv_bfloat16>) {
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  }
+  } else {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    d = multiply_add_bf16(a, b, kMinusBf16);
+#else
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
 #endif
+  }
   return d;
 }
 

@@ -251,6 +251,27 @@ def test_within_a_range_of_tokens_a_row_is_the_same(forced: Plan, group: int) ->
             assert_same_bits(w4a16_linear(x[tokens[-1] - t : tokens[-1]], w), want[-t:], f"the last {t} tokens")
 
 
+LARGE = [
+    *((2048, 2048), (3072, 1024), (3840, 1024), (4096, 4096), (4224, 6144), (4096, 6272), (5120, 1536), (8192, 2048)),
+    *((8192, 12288), (8456, 8192), (12288, 4096), (14336, 1024), (18944, 3584), (22016, 1024), (25352, 1024)),
+]
+
+
+@pytest.mark.parametrize("shape", LARGE)
+@pytest.mark.parametrize(("dtype", "symmetric"), [(torch.bfloat16, True), (torch.float16, False)], ids=str)
+def test_up_to_16_tokens_a_row_of_a_large_weight_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], dtype: torch.dtype, symmetric: bool
+) -> None:
+    run_as_planned(plan, monkeypatch)
+    w, x = weight(*shape, 128, dtype, symmetric), random(16, shape[1], dtype=dtype)
+    exact_weight = reference.w4_dequant(w.codes, w.scales, w.zeros, 128, torch.float32).double()
+    want = w4a16_linear(x, w)
+    assert_close_to_f64(want, F.linear(x.double(), exact_weight), F.linear(x, exact_weight.to(dtype)))
+    for t in (1, 2, 7, 8, 9, 15):
+        assert_same_bits(w4a16_linear(x[:t], w), want[:t], f"{t} tokens")
+        assert_same_bits(w4a16_linear(x[16 - t :], w), want[-t:], f"the last {t} tokens")
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 32, 64, 100, 130, 250, 300])
 def test_runs_repeat(forced: Plan, tokens: int) -> None:
     w, x = weight(4096, 4096, 128, torch.bfloat16), random(tokens, 4096)

@@ -68,11 +68,13 @@ _LONG_SUMS = (
 # The same for 1152 -> 4304: what is fastest with the layer above behind it.
 _WIDE_OUTPUTS, _WIDE_WIDTHS = range(4161, 4369), range(1025, 1153)
 _WIDE = ((1409, 1536, Plan(Kernel.COOPERATIVE, 208, 2)),)
-# Where the vendor's epilogue is used (results/h200_dense_vendor.json, h200_dense_ops.json). GELU: everywhere but at
-# these numbers of tokens, which keep tiles. Residual: layers without a tile and with at most _SUM_WEIGHT weights, at
-# these.
+# Where the vendor's epilogue is used (results/h200_dense_vendor.json, h200_dense_ops.json, h200_dense_many_rows.json).
+# GELU: everywhere but at these numbers of tokens, which keep tiles. Residual: layers without a tile, at _MANY tokens
+# and, with at most _SUM_WEIGHT weights, at _SUM.
 _GELU, _VISION_GELU = (range(129, 449),), (range(33, 449), range(3457, 4609), range(12_000, 262_141))
-_SUM, _VISION_SUM, _SUM_WEIGHT = (range(64, 513),), (range(64, 1025), range(3600, 12_001)), 2**24
+_MANY, _SUM, _SUM_WEIGHT = range(2048, 262_141), range(64, 513), 2**24
+_MANY_5120, _OUTPUTS_5120 = range(2500, 262_141), range(4865, 5121)  # slower with 2048 tokens
+_VISION_SUM = (range(64, 1025), range(3600, 12_001))
 _SQUARE_WIDTHS, _SQUARE_SUM = range(1025, 1153), range(9217, 9729)  # of layers as wide as their results
 
 _COLUMNS = (64, 96, 112, 128, 144, 160, 192, 208, 224, 256)
@@ -197,8 +199,12 @@ def choose_on_hopper(tokens: int, outputs: int, width: int, activation: str = "n
         return plan if plan != VENDOR and any(tokens in tokens_of for tokens_of in tiles) else _WITH_EPILOGUE
     if activation == "none" and outputs in _SQUARE_WIDTHS and width in _SQUARE_WIDTHS and tokens in _SQUARE_SUM:
         return _WITH_EPILOGUE
-    if plan == VENDOR and activation == "none" and outputs * width <= _SUM_WEIGHT:
-        ranges = _VISION_SUM if outputs in _LONG_OUTPUTS and width in _LONG_WIDTHS else _SUM
+    if plan == VENDOR and activation == "none":
+        if outputs in _LONG_OUTPUTS and width in _LONG_WIDTHS:
+            ranges = _VISION_SUM
+        else:
+            many = _MANY_5120 if outputs in _OUTPUTS_5120 else _MANY
+            ranges = (many, _SUM) if outputs * width <= _SUM_WEIGHT else (many,)
         return _WITH_EPILOGUE if any(tokens in tokens_of for tokens_of in ranges) else VENDOR
     return plan
 

@@ -58,8 +58,8 @@ def fused_mlp(
 
     Returns [..., M] in x's dtype, in ``out`` if it is given; ``out`` may be ``residual`` but not ``x``.
     Each layer runs as :func:`fused_linear_residual` does; the vendor's GEMM has an epilogue for "gelu_tanh". Results
-    are bit-identical between calls with the same number of rows T, ``out`` being ``residual`` in all or in none; the
-    order of summation may depend on T.
+    are bit-identical between calls with the same number of rows T, whether ``out`` is ``residual`` or not; the order of
+    summation may depend on T.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device, or an unknown ``activation``.
     Semantics: torch.nn.functional.linear and gelu.

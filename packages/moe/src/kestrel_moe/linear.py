@@ -94,10 +94,9 @@ def fused_linear_residual(
     Kernels cover aligned rows: one token, 2 to 4 tokens with N up to 4096 and N*K up to 2^24, and more in 16 bits on an
     H100 or H200 where they are faster than the vendor's GEMM. There, where it is faster still, its own epilogue adds
     bias and residual. Other cases run the vendor's GEMM, rounded to x's dtype, and then torch.add, with torch's
-    switches for reduced precision (TF32, reductions in 16 bits). There, and in the vendor's epilogue where ``out`` is
-    ``residual``, the product is rounded before the sum, so one beyond 65504 is inf in fp16. Results
-    are bit-identical between calls with the same number of rows T, ``out`` being ``residual`` in all or in none; the
-    order of summation may depend on T.
+    switches for reduced precision (TF32, reductions in 16 bits). There a product beyond 65504 is inf in fp16. Results
+    are bit-identical between calls with the same number of rows T, whether ``out`` is ``residual`` or not; the order of
+    summation may depend on T.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device. Semantics: torch.nn.functional.linear.
 
