@@ -134,8 +134,38 @@ def test_lengths_at_the_boundaries_of_splits(splits, queries, kind, size):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_long_sequences(kind):
-    check(made(kind, 32, 4, 128, 16, (20000, 3, 9001)))
+@pytest.mark.parametrize("splits", [0, 1])
+def test_long_sequences(splits, kind):
+    check(made(kind, 32, 4, 128, 16, (20000, 3, 9001)), num_splits=splits)
+
+
+LONG = [("int8", 8, 64), ("int8", 16, 64), ("int8", 8, 128), ("int8", 16, 128), ("int8", 16, 256)]
+LONG += [("int4", 8, 64), ("int4", 16, 64), ("int4", 8, 128), ("int4", 16, 128)]
+
+
+@pytest.mark.parametrize("mean", ["zero", "positive", "negative"])
+@pytest.mark.parametrize(("kind", "heads", "size"), LONG)
+def test_a_split_of_32768_keys_of_equal_weight_keeps_the_small_mean_of_its_values(kind, heads, size, mean):
+    """Offsets of codes, added to sums over values, would outweigh the mean: 128 in units of codes, which is near 0.4.
+
+    The first keys have scales of values half as large again, so that weights are no powers of two.
+    """
+    length = 32768
+    call = made(kind, heads, 2, size, 64, (length,), dtype=torch.float16)
+    _, block, slot = call.places(0)
+    of_scales = torch.full((length, 2), 0.0171, device="cuda")
+    of_scales[:256] *= 1.5
+    call.caches["v_scale"][block, slot] = of_scales.to(call.caches["v_scale"].dtype)
+    if kind == "int8":
+        low, high = {"zero": (-127, 128), "positive": (64, 128), "negative": (-127, -63)}[mean]
+        call.caches["v_cache"].random_(low, high)
+    else:
+        call.caches["v_zero"][block, slot] = {"zero": 7.5, "positive": -24.0, "negative": 40.0}[mean]
+    call.q.zero_()
+    want = call.decoded(0, rounded=True).values.mean(0).repeat_interleave(heads // 2, dim=0)
+    out, _ = call.run(num_splits=1)
+    error = float((out[0, 0].double() - want).square().mean().sqrt() / want.square().mean().sqrt())
+    assert error < 2.0**-10, f"{error:.1e} of the output; its rounding to f16 is 2^-11 at most"
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -289,11 +319,12 @@ def test_a_cache_without_a_table(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 64), (8, 2, 128)])
-def test_a_sequence_does_not_depend_on_its_batch(heads, kv_heads, size, kind):
+@pytest.mark.parametrize("splits", [0, 1])
+def test_a_sequence_does_not_depend_on_its_batch(splits, heads, kv_heads, size, kind):
     call = made(kind, heads, kv_heads, size, 16, (5000, 1, 700, 2100, 0, 64))
-    out, lse = call.run()
+    out, lse = call.run(num_splits=splits)
     for b in range(len(call.lengths)):
-        assert same(call.alone(b).run(), (out[b : b + 1], lse[b : b + 1]))
+        assert same(call.alone(b).run(num_splits=splits), (out[b : b + 1], lse[b : b + 1]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

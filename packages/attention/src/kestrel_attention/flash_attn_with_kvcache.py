@@ -108,8 +108,8 @@ def flash_attn_with_kvcache(
     sizes of each cache. Other calls run by reference. A kernel appends k and v bit for bit as the reference does; all
     memory is allocated before it. Limits of kernels:
     - INT4: queries in bf16 are below 2^102. Key scales far below the largest of their page and head lose precision.
-    - INT8: where value scales are below 2^-100, out has an error of up to 2^-117 for each key. The more keys a split
-      has, the larger the error of out: some 2^-31 of a row's largest code for each key of a split.
+    - INT8: out has a further error of some 2^-21 of a row's largest value; where value scales are below 2^-100, also of
+      up to 2^-117 for each key.
     - INT8 and INT4 in prefill: codes are rounded to the queries' dtype once dequantised, 1 GiB at a time, or all keys
       of a sequence that block_table has room for, n * P * Hk * D up to 2^31.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device,

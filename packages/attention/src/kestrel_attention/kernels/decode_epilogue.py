@@ -79,7 +79,7 @@ class DecodeEpilogue:
             if g == 0:
                 sums.sMax[warp * BLOCK_ROWS + 2 * t + odd] = rMax[odd]
                 sums.sSum[warp * BLOCK_ROWS + 2 * t + odd] = total
-            self.tiles.format.dequantise_output(self.tiles, rOut, rSum, odd)
+            self.tiles.dequantise_output(rOut, rSum, odd)
             if self.row_of(2 * t + odd) < rows.count:
                 at = Int32(sums.sOut.iterator.toint()) + warp * self.tiles.warp_bytes + odd * 512 + lane * 16
                 for pair in cutlass.range_constexpr(self.tiles.head_dim // 32):

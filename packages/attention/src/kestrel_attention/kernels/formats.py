@@ -35,7 +35,9 @@ class CacheFormat:
     exponent: int = 0  # products with keys come out as 2^-exponent of their value
     query_exponent: int = 14  # of the largest element of a row of queries in f16
     scale_words: int = 0  # registers of a lane for the scales of the key that it looks up
-    sum_words: int = 2  # registers of a lane for sums over keys: the weights of rows 2t and 2t + 1 first
+    sum_words: int = 2  # registers of a lane for sums over keys: the weights of rows 2t and 2t + 1, and their offsets
+    offset_steps: int = 0  # steps between subtractions of offsets, a power of two; 0: outputs have none
+    value_units: tuple[float, float] = (1.0, 1.0)  # what a code of 1 adds to sums 0 and 1, and 2 and 3
     page_per_step: bool = False  # a step takes one page, whose tiles are adjacent
     split_granularity: int = TILE_KEYS  # splits start at its multiples
     integer_queries: bool = False  # which are the sum of 8-bit terms
@@ -59,9 +61,6 @@ class CacheFormat:
 
     def place_scales(self, rOffset, at, addresses, exists, block, slot) -> None:
         """Write where the scales of a key lie into ``scale_words`` registers."""
-
-    def dequantise_output(self, tiles, rOut, rSum, odd) -> None:
-        """Bring a warp's sums over values, of rows 2t + odd, from the operands' to the codes' value."""
 
 
 @dataclass(frozen=True)

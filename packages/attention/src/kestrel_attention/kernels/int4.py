@@ -3,8 +3,8 @@
 A step processes the 64 keys of a page. K: the code is a subnormal f16; every other code stands four bits higher and is
 multiplied by a sixteenth of the query. A channel's scale is multiplied into the queries once a page, times 2^15 where
 all scales of the page are below 2^-7; the product of its zero with these is what scores start from. V: subnormals too,
-read from shared memory transposed, so that a register holds two keys. Sums of the codes that stand four bits higher are
-scaled down at the end, where zeros times weights are subtracted.
+read from shared memory transposed, so that a register holds two keys. Zeros times weights are subtracted every few
+steps; sums of the codes that stand four bits higher are scaled down at the end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kestrel_runtime.cute_dsl import ptx
 from .constants import BLOCK_ROWS, INT4_PAGE, TILE_KEYS
 from .formats import CacheFormat
 from .parameters import Int4Extra
-from .tile import VisibleWords, WarpTiles
+from .tile import HeadRows, VisibleWords, WarpTiles, head_rows
 
 LARGE_SCALES = 0x60006000  # bits of two f16 of which one is set from 2^-7 on
 PAGE_INDEX, PAGE_KEYS = range(2)  # the offset words of a step: the page, and its keys with two flags above them
@@ -56,14 +56,6 @@ class Tail(NamedTuple):
     is_bf16: Int32
 
 
-class HeadRows(NamedTuple):
-    """The head's rows of a tensor: address, and strides of pages and tokens in units of its own."""
-
-    address: Int64
-    page_stride: Any
-    token_stride: Any = None
-
-
 class PageBase(NamedTuple):
     mK: HeadRows
     mV: HeadRows
@@ -83,6 +75,8 @@ class Int4(CacheFormat):
     query_exponent: ClassVar[int] = -1  # below 1, so that queries times a channel's scale are in the range of f16
     finite: ClassVar[bool] = True
     sum_words: ClassVar[int] = 4
+    offset_steps: ClassVar[int] = 8
+    value_units: ClassVar[tuple[float, float]] = (2.0**-24, 2.0**-20)
     page_per_step: ClassVar[bool] = True
     split_granularity: ClassVar[int] = INT4_PAGE
     tail: ClassVar[bool] = True
@@ -103,17 +97,6 @@ class Int4(CacheFormat):
     def key_operand(self, rPiece, at: cutlass.Constexpr, next_key: cutlass.Constexpr, i: cutlass.Constexpr):
         words = [rPiece[at + key * next_key + i // 2] >> (8 if i % 2 else 0) for key in range(2)]
         return [word & mask for mask in (0x000F000F, 0x00F000F0) for word in words]
-
-    @cute.jit
-    def dequantise_output(self, tiles, rOut, rSum, odd: cutlass.Constexpr):
-        zeros = rSum[2 + odd]
-        for distance in cutlass.range_constexpr(3):
-            zeros += cute.arch.shuffle_sync_bfly(zeros, 4 << distance)
-        if cutlass.const_expr(tiles.folded):
-            zeros = cutlass.select_(cute.arch.lane_idx() & 2 != 0, Float32(0.0), zeros)
-        for i in cutlass.range_constexpr(tiles.output_tiles):
-            for k in cutlass.range_constexpr(2):
-                rOut[4 * i + odd + 2 * k] = rOut[4 * i + odd + 2 * k] * (2.0**24, 2.0**20)[k] - zeros
 
     # -- scales ---------------------------------------------------------------------------------------------------
 
@@ -297,9 +280,7 @@ class PageTiles(WarpTiles):
             rows.append(HeadRows(mX.iterator.toint() + Int64(kv_head) * mX.stride[2], *strides))
         for mX in (extra.mKeyScale, extra.mKeyZero):
             rows.append(HeadRows(mX.iterator.toint() + 2 * Int64(kv_head) * mX.stride[1], Uint32(mX.stride[0] // 8)))
-        for mX in (extra.mValueScale, extra.mValueZero):
-            strides = [Uint32(mX.stride[i]) for i in range(2)]
-            rows.append(HeadRows(mX.iterator.toint() + 2 * Int64(kv_head) * mX.stride[2], *strides))
+        rows += [head_rows(mX, kv_head) for mX in (extra.mValueScale, extra.mValueZero)]
         return PageBase(*rows)
 
     @cute.jit

@@ -3,7 +3,7 @@
 Scores are products of integers: a row of queries is a power of two times the sum of three 8-bit terms, so codes of keys
 are operands as they are. Sums start from the bits of 1.5 2^23, so that their bits are floats. Values are code + 128 as
 subnormal f16, read from shared memory transposed, so that a register holds two keys; 128 times the sum of the weights
-is subtracted at the end. A step has one tile, whose scales are copied to shared memory behind the values.
+is subtracted every few steps. A step has one tile, whose scales are copied to shared memory behind the values.
 
 A key's scale multiplies its scores. The logarithm of a value's scale is added to the score before the maximum is taken,
 so that weights times scales fit f16 whatever the scales are.
@@ -24,7 +24,7 @@ from kestrel_runtime.cute_dsl import ptx
 from .constants import TILE_KEYS
 from .formats import CacheFormat
 from .parameters import Int8Extra
-from .tile import EXISTS, LOOKUP_WORDS, WarpTiles
+from .tile import EXISTS, LOOKUP_WORDS, HeadRows, WarpTiles, head_rows
 
 TERMS = 3  # of a query: 256 times the first, the second, and a 128th of the third
 MAGIC = 12582912.0  # 1.5 2^23: in the bits of its sum with a number below 2^22, the lowest are the nearest integer
@@ -40,14 +40,6 @@ class ScaledBase(NamedTuple):
     value: Int64
     row_bytes_left: Int32
     scales: Int64
-
-
-class ScaleRows(NamedTuple):
-    """The scales that a lane copies: lanes 0 to 15 those of keys, the others those of their values."""
-
-    address: Int64
-    block_stride: Uint32
-    slot_stride: Uint32
 
 
 @dsl_user_op
@@ -73,6 +65,8 @@ class Int8(CacheFormat):
     query_exponent: ClassVar[int] = 14
     finite: ClassVar[bool] = True
     sum_words: ClassVar[int] = 4
+    offset_steps: ClassVar[int] = 16
+    value_units: ClassVar[tuple[float, float]] = (2.0**-24, 2.0**-24)
     integer_queries: ClassVar[bool] = True
 
     @cute.jit
@@ -91,27 +85,14 @@ class Int8(CacheFormat):
 
     @cute.jit
     def scale_addresses(self, extra, tiles, kv_head, lane):
-        rows = []
-        for mX in (extra.mKeyScale, extra.mValueScale):
-            address = mX.iterator.toint() + 4 * Int64(kv_head) * mX.stride[2]
-            rows.append((address, Uint32(mX.stride[0]), Uint32(mX.stride[1])))
-        return ScaleRows(*[cutlass.select_(lane < TILE_KEYS, x, y) for x, y in zip(*rows, strict=True)])
+        """The rows that a lane copies from: lanes 0 to 15 scales of keys, the others those of their values."""
+        keys, values = (head_rows(mX, kv_head) for mX in (extra.mKeyScale, extra.mValueScale))
+        return HeadRows(*[cutlass.select_(lane < TILE_KEYS, x, y) for x, y in zip(keys, values, strict=True)])
 
     @cute.jit
-    def place_scales(self, rOffset, at: cutlass.Constexpr, rows: ScaleRows, exists, block, slot):
-        place = Uint32(block) * rows.block_stride + slot * rows.slot_stride
+    def place_scales(self, rOffset, at: cutlass.Constexpr, rows: HeadRows, exists, block, slot):
+        place = Uint32(block) * rows.page_stride + slot * rows.token_stride
         rOffset[at] = cutlass.select_(exists, place, Uint32(0))
-
-    @cute.jit
-    def dequantise_output(self, tiles, rOut, rSum, odd: cutlass.Constexpr):
-        less = rSum[2 + odd]
-        for distance in cutlass.range_constexpr(3):
-            less += cute.arch.shuffle_sync_bfly(less, 4 << distance)
-        if cutlass.const_expr(tiles.folded):
-            less = cutlass.select_(cute.arch.lane_idx() & 2 != 0, Float32(0.0), less)
-        for i in cutlass.range_constexpr(tiles.output_tiles):
-            for k in cutlass.range_constexpr(2):
-                rOut[4 * i + odd + 2 * k] = rOut[4 * i + odd + 2 * k] * 2.0**24 - less
 
 
 @dataclass(frozen=True)
@@ -126,6 +107,10 @@ class Int8Tiles(WarpTiles):
     def stage_bytes(self) -> int:
         """Codes of a tile, then the scales of its keys and values, which only stages of values hold."""
         return TILE_KEYS * self.row_bytes + SCALE_BYTES
+
+    @property
+    def subtracts_apart(self) -> bool:
+        return self.head_dim == 64
 
     @property
     def dims_of_pair(self) -> int:

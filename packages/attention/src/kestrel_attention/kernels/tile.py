@@ -7,6 +7,7 @@ product may sum its inner dimension in any order, so lane (g, t) = 4 g + t uses 
                          the lanes, transposed
 
 formats.py turns the words of a cache row into operands. P is the sum of two 16-bit numbers, so its rounding is exact.
+Tensor cores truncate sums to 24 bits, so an offset of all codes is subtracted before it outweighs them.
 """
 
 from __future__ import annotations
@@ -56,6 +57,20 @@ class CacheBase(NamedTuple):
     key: Int64
     value: Int64
     row_bytes_left: Int32
+
+
+class HeadRows(NamedTuple):
+    """A head's rows of a tensor: the address of the first, and strides of pages and tokens in units of its own."""
+
+    address: Int64
+    page_stride: Any
+    token_stride: Any = None
+
+
+def head_rows(mX, kv_head) -> HeadRows:
+    """The numbers of a head in a tensor [pages, tokens, heads], with strides in elements."""
+    address = mX.iterator.toint() + mX.element_type.width // 8 * Int64(kv_head) * mX.stride[2]
+    return HeadRows(address, Uint32(mX.stride[0]), Uint32(mX.stride[1]))
 
 
 @dataclass(frozen=True)
@@ -344,9 +359,13 @@ class WarpTiles:
                 largest[j][i % 2] = ptx.fmax(largest[j][i % 2], score)
             above = largest[j][0] > rMax[j][0] + RESCALE_SLACK or largest[j][1] > rMax[j][1] + RESCALE_SLACK
             rises = above if cutlass.const_expr(j == 0) else rises or above
+        if cutlass.const_expr(self.format.offset_steps > 0):
+            rises = rises or self.offsets_are_due(tile_idx)
         if cute.arch.vote_any_sync(rises):
             for j in cutlass.range_constexpr(self.row_blocks):
                 self.rescale(largest[j], rMax[j], rSum[j], rOut[j])
+            if cutlass.const_expr(self.subtracts_apart):
+                self.subtract_offsets(rSum, rOut, tile_idx)
         for j in cutlass.range_constexpr(self.row_blocks):
             base = [cutlass.select_(rMax[j][e] == -Float32.inf, Float32(0.0), rMax[j][e]) for e in range(2)]
             for tile in cutlass.range_constexpr(self.tiles_per_step):
@@ -370,18 +389,58 @@ class WarpTiles:
 
     @cute.jit
     def rescale(self, largest, rMax, rSum, rOut):
-        """Make the largest score of all lanes the base, and rescale the sums so far to it."""
+        """Make the largest score of all lanes the base, and rescale the sums so far to it, without their offsets."""
         for e in cutlass.range_constexpr(2):
             highest = largest[e]
             for distance in cutlass.range_constexpr(3):
                 highest = ptx.fmax(highest, cute.arch.shuffle_sync_bfly(highest, 4 << distance))
             base = cutlass.select_(highest == -Float32.inf, Float32(0.0), highest)
             factor = ptx.exp2_approx(rMax[e] - base)
-            for i in cutlass.range_constexpr(self.format.sum_words // 2):
-                rSum[2 * i + e] *= factor
-            for i in cutlass.range_constexpr(2 * self.output_tiles):
-                rOut[2 * i + e] *= factor
+            rSum[e] *= factor
+            if cutlass.const_expr(self.format.offset_steps > 0 and not self.subtracts_apart):
+                less = [self.offset(rSum, e) * unit * factor for unit in self.format.value_units]
+                for i in cutlass.range_constexpr(2 * self.output_tiles):
+                    rOut[2 * i + e] = ptx.fma(rOut[2 * i + e], factor, -less[i % 2])
+                rSum[2 + e] = Float32(0.0)
+            else:
+                if cutlass.const_expr(self.subtracts_apart):
+                    rSum[2 + e] *= factor
+                for i in cutlass.range_constexpr(2 * self.output_tiles):
+                    rOut[2 * i + e] *= factor
             rMax[e] = highest
+
+    @property
+    def subtracts_apart(self) -> bool:
+        """Whether offsets are subtracted behind the rescaling, not with it: short sequences then save a reduction."""
+        return False
+
+    def offsets_are_due(self, tile_idx):
+        """Whether a step subtracts the offsets of those before: one of each ``offset_steps``."""
+        period = self.format.offset_steps * self.step_tiles
+        step = tile_idx & (period - 1)
+        return step >= period - self.step_tiles if self.subtracts_apart else step < self.step_tiles
+
+    @cute.jit
+    def subtract_offsets(self, rSum, rOut, tile_idx):
+        """From the outputs of each row block, where it is due."""
+        if self.offsets_are_due(tile_idx):
+            for j in cutlass.range_constexpr(self.row_blocks):
+                for e in cutlass.range_constexpr(2):
+                    less = self.offset(rSum[j], e)
+                    rSum[j][2 + e] = Float32(0.0)
+                    for i in cutlass.range_constexpr(2 * self.output_tiles):
+                        unit = cutlass.const_expr(self.format.value_units[i % 2])
+                        rOut[j][2 * i + e] = ptx.fma(less, Float32(-unit), rOut[j][2 * i + e])
+
+    @cute.jit
+    def offset(self, rSum, odd: cutlass.Constexpr):
+        """What the outputs of rows 2t + odd have too much, in units of codes: the sum of all lanes."""
+        less = rSum[2 + odd]
+        for distance in cutlass.range_constexpr(3):
+            less += cute.arch.shuffle_sync_bfly(less, 4 << distance)
+        if cutlass.const_expr(self.folded):  # the columns of second terms lack it
+            less = cutlass.select_(cute.arch.lane_idx() & 2 != 0, Float32(0.0), less)
+        return less
 
     @cute.jit
     def mask(self, rScore, rNow, scoring, first_key, lane):
@@ -416,6 +475,16 @@ class WarpTiles:
         return ptx.fmax(ptx.log2_approx_ftz(ptx.int_as_float(ptx.float_as_int(scale) & 0x7FFFFFFF)), Float32(-100.0))
 
     # -- output ---------------------------------------------------------------------------------------------------
+
+    @cute.jit
+    def dequantise_output(self, rOut, rSum, odd: cutlass.Constexpr):
+        """Bring a warp's sums over values, of rows 2t + odd, from the operands' to the codes' value."""
+        if cutlass.const_expr(self.format.offset_steps > 0):
+            less = self.offset(rSum, odd)
+            for i in cutlass.range_constexpr(self.output_tiles):
+                for k in cutlass.range_constexpr(2):
+                    unit = cutlass.const_expr(self.format.value_units[k])
+                    rOut[4 * i + odd + 2 * k] = rOut[4 * i + odd + 2 * k] * (1 / unit) - less
 
     @property
     def dims_of_pair(self) -> int:
