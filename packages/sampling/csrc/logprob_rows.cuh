@@ -135,6 +135,8 @@ __device__ __forceinline__ void sum_chunks(const ChunkSum* chunks, int num_chunk
       for (int begin = top_chunk << row.chunk_bits; begin < chunk_end; begin += kTileOfGroups) {
         const int i = begin + row.place(lane, holder);
         const float v = i < row.length && row.is_allowed(i) ? row.element(i) + 0.f : -INFINITY;
+        // of_top has no elements of a tile that does not hold the largest.
+        if (!__any_sync(kAllLanes, v == sum_fn.top)) continue;
         if (v == sum_fn.top) {
           equal += 1.;
         } else {

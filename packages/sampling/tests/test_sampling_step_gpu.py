@@ -271,6 +271,15 @@ def test_probabilities_at_the_edge_of_min_p_sum_to_one(logit: float, min_p: floa
         assert float(logprobs.double().exp().sum()) == pytest.approx(1, rel=0, abs=2e-6 + 2**-21), value
 
 
+@pytest.mark.parametrize("width", [262145, 300000, 600011])
+def test_the_largest_is_counted_once_in_rows_whose_groups_have_several_tiles(width: int) -> None:
+    """The group with the largest element is summed by itself. 32 elements counted twice are one part in 10^4 here."""
+    for rows in (1, 40):
+        logits = normal(rows, width, 3, 1e-2)
+        ids = drawn(logits)
+        assert_close_logprobs(token_logprobs(logits, ids, 3), by_reference(token_logprobs, logits, ids, 3))
+
+
 def test_log_probabilities_near_zero_keep_their_relative_precision() -> None:
     logits = torch.full((4, 50000), -60.0, device="cuda")
     logits[:, 77] = torch.tensor([-40.0, -35.0, -30.0, -25.0], device="cuda")
