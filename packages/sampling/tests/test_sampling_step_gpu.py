@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sampling_gpu_cases import FLOATS, normal
+from sampling_gpu_cases import FLOATS, assert_close_logprobs, normal
 
 from kestrel_runtime.testing import (
     RandomCase,
@@ -176,18 +176,6 @@ FILTERS: dict[str, dict[str, Any]] = {
     "min_p": {"min_p": 0.02, "temperature": 1.3},
     "many": {"top_k": 3000, "top_p": 0.9},
 }
-
-
-def assert_close_logprobs(got: Any, want: Any, what: str = "result") -> None:
-    """Ids and ranks are those of the reference. Sums are within 2e-6 of exact ones, and results are rounded once."""
-    for name in ("ranks", "top_ids"):
-        assert_same_bits(getattr(got, name), getattr(want, name), f"{what}.{name}")
-    for name in ("logprobs", "top_logprobs"):
-        one, other = getattr(got, name), getattr(want, name)
-        same = (one == other) | (one.isnan() & other.isnan())
-        error = torch.where(same, 0.0, (one.double() - other.double()).abs())
-        bound = 2e-6 + 1.3e-7 * other.double().abs().nan_to_num(0, 0, 0)
-        assert bool((error <= bound).all()), f"{what}.{name}: {error.max().item():.3e}"
 
 
 def drawn(logits: torch.Tensor) -> torch.Tensor:
