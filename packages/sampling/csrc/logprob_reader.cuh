@@ -2,34 +2,41 @@
 // exponentials relative to the largest of its elements, split into the groups that hold it and the others.
 #pragma once
 
+#include <type_traits>
+
+#include "tile_ring.cuh"
 #include "top_k_candidates.cuh"
 
 namespace kestrel::sampling {
 
-// Of a chunk: the largest element, and the sums of exponentials relative to it, of the groups that hold it and of the
-// others.
+// Of a chunk: the largest element, the sums of exponentials relative to it, of the groups that hold it and of the
+// others, and the former groups, a bit for each.
 struct alignas(16) ChunkSum {
-  float most = not_a_number(), of_top = 0.f, others = 0.f, unused = 0.f;
+  float most = not_a_number(), of_top = 0.f, others = 0.f;
+  u32 holders = 0;  // with a TileRing
   __device__ __forceinline__ int4 bits() const {
-    return {__float_as_int(most), __float_as_int(of_top), __float_as_int(others), 0};
+    return {__float_as_int(most), __float_as_int(of_top), __float_as_int(others), static_cast<int>(holders)};
   }
 };
 
 // The elements of this lane's groups, the next of which are being loaded, and the sums of this warp's chunks.
-template <Kind kind, bool counts>
+// rings: elements come through a TileRing.
+template <Kind kind, bool counts, bool rings>
 struct LogprobReader {
   using Row = TopKRow<kind>;
   const Row& row;
-  TileLoader<kind> loader;
+  std::conditional_t<rings, TileRing<kind>, TileLoader<kind>> loader;
   float slope;  // above 0: -inf has weight 0
   int token;
   float of_token;
-  u32 before = 0;     // elements before the token in descending order
-  u32 allowed = ~0u;  // masked: word `lane` of the bitmask of the tile that is being loaded
+  u32 before = 0;             // elements before the token in descending order
+  u32 allowed = ~0u;          // masked: word `lane` of the bitmask of the tile that is being loaded
+  const u32* mask = nullptr;  // masked, with a ring: the bitmask in shared memory
 
   __device__ __forceinline__ float weight(float below) const { return ptx::ex2_approx_ftz(__fmul_rn(below, slope)); }
   // Starts the loads of a tile.
   __device__ __forceinline__ void load(int begin, int lane) {
+    static_assert(!rings);
     loader.load(begin, lane);
     if constexpr (Row::masked) {
       if (!row.mask) return;
@@ -37,6 +44,11 @@ struct LogprobReader {
       allowed = rest > 0 ? row.mask[word] : ~0u;
       if (rest > 0 && rest < 32) allowed |= ~0u << rest;
     }
+  }
+  // With a ring: word `lane` of the bitmask of a tile. What is past the row is allowed.
+  __device__ __forceinline__ u32 words_of_tile(int begin, int lane) const {
+    const int word = begin / 32 + lane, rest = row.length - 32 * word;
+    return rest <= 0 ? ~0u : rest < 32 ? mask[word] | ~0u << rest : mask[word];
   }
   // Takes the elements of a tile that are not allowed for -inf.
   __device__ __forceinline__ void apply_mask(u32 words, int lane, float (&v)[kGroup]) const {
@@ -70,7 +82,7 @@ struct LogprobReader {
   __device__ __forceinline__ void take_as(int begin, int lane, float (&v)[kGroup]) const {
     constexpr int size = Pack<T>::size;
     const T* const from = reinterpret_cast<const T*>(row.row);
-    if (row.pack_bits == 0) {
+    if (!rings && row.pack_bits == 0) {
 #pragma unroll
       for (int e = 0; e < kGroup; ++e) {
         const int i = begin + 32 * e + lane;
@@ -82,17 +94,26 @@ struct LogprobReader {
 #pragma unroll
     for (int u = 0; u < kGroup / size; ++u) {
       float some[size];
-      Pack<T>{loader.loaded[u]}.unpack(some);
+      if constexpr (rings) {
+        Pack<T>{loader.pack(u)}.unpack(some);
+      } else {
+        Pack<T>{loader.loaded[u]}.unpack(some);
+      }
 #pragma unroll
       for (int e = 0; e < size; ++e) v[u * size + e] = some[e];
     }
     if (is_full) return;
+    if constexpr (rings) {
 #pragma unroll
-    for (int u = 0; u < kGroup / size; ++u) {
-      float some[size];
-      loader.template unpack<T>(begin, lane, u, some);
+      for (int e = 0; e < kGroup; ++e) v[e] = begin + row.place(e, lane) < row.length ? v[e] : not_a_number();
+    } else {
 #pragma unroll
-      for (int e = 0; e < size; ++e) v[u * size + e] = some[e];
+      for (int u = 0; u < kGroup / size; ++u) {
+        float some[size];
+        loader.template unpack<T>(begin, lane, u, some);
+#pragma unroll
+        for (int e = 0; e < size; ++e) v[u * size + e] = some[e];
+      }
     }
   }
 
@@ -152,9 +173,16 @@ struct LogprobReader {
     for (int begin = chunk << row.chunk_bits; begin < end; begin += kTileOfGroups) {
       const int64_t next = begin + kTileOfGroups < end ? begin + kTileOfGroups : int64_t{next_chunk} << row.chunk_bits;
       float v[kGroup];
-      const u32 words = allowed;
-      take(begin, lane, v);
-      if (next < row.length) load(static_cast<int>(next), lane);
+      u32 words = allowed;
+      if constexpr (rings) {
+        if constexpr (Row::masked) words = words_of_tile(begin, lane);
+        loader.wait();
+        take(begin, lane, v);
+        loader.release();
+      } else {
+        take(begin, lane, v);
+        if (next < row.length) load(static_cast<int>(next), lane);
+      }
       if (Row::masked && __any_sync(kAllLanes, words != ~0u)) {
         if (begin + kTileOfGroups <= row.length && __all_sync(kAllLanes, words == 0)) {
           most = fmaxf(most, -INFINITY);  // without weight
@@ -164,6 +192,7 @@ struct LogprobReader {
       }
       most = fmaxf(most, add(begin, lane, v, sum));
     }
+    if constexpr (rings) sum.holders = __ballot_sync(kAllLanes, most == sum.most);
     return Row::key(most);
   }
 };

@@ -11,7 +11,7 @@
 #include <type_traits>
 
 #include "history.cuh"
-#include "logprob_reader.cuh"
+#include "logprob_sum.cuh"
 #include "threshold_rows.cuh"
 #include "top_k_draw.cuh"
 
@@ -42,6 +42,7 @@ struct LogprobRow {
   int k;    // 0: off
   int token;
   bool has_token;  // in the vocabulary
+  LogprobRow() = default;
   __device__ __forceinline__ LogprobRow(const LogprobParams& p, int64_t row)
       : temperature(p.temperature.at(row)), min_p(clamp_min_p(p.min_p.at(row))), q32(top_p_q32(p.top_p.at(row))) {
     const int64_t wanted = p.top_k.at(row);
@@ -63,36 +64,6 @@ struct LogprobRow {
 
 constexpr int kStepIds = 2;  // of a history that a thread loads together
 
-// Beside TopKScratch.
-struct alignas(16) LogprobScratch {
-  u64 before[kMaxTopKWarps];  // the elements before the token, by warp of the cluster
-  double2 warp_sums[kMaxSelectThreads / 32];
-  double2 row_sum;  // of elements equal to the largest, and of the others, relative to it
-  double log_sum;
-};
-
-// The sums of terms(n) over n < count, in an order that does not depend on the number of threads. By the block.
-template <typename Terms>
-__device__ __forceinline__ double2 block_sums(int count, double2* warp_sums, Terms terms) {
-  for (int first = threadIdx.x; first < kMaxSelectThreads; first += blockDim.x) {
-    double2 v = {0., 0.};
-    for (int n = first; n < count; n += kMaxSelectThreads) {
-      const double2 more = terms(n);
-      v.x += more.x, v.y += more.y;
-    }
-#pragma unroll
-    for (int other = 16; other > 0; other /= 2) {
-      v.x += __shfl_xor_sync(kAllLanes, v.x, other);
-      v.y += __shfl_xor_sync(kAllLanes, v.y, other);
-    }
-    if (first % 32 == 0) warp_sums[first / 32] = v;
-  }
-  __syncthreads();
-  double2 sums = {0., 0.};
-  for (int warp = 0; warp < kMaxSelectThreads / 32; ++warp) sums.x += warp_sums[warp].x, sums.y += warp_sums[warp].y;
-  return sums;
-}
-
 // The results of a row that is not one.
 __device__ __forceinline__ void write_no_logprobs(const LogprobParams& p, int64_t row_idx, bool has_token) {
   if (threadIdx.x == 0) {
@@ -100,56 +71,6 @@ __device__ __forceinline__ void write_no_logprobs(const LogprobParams& p, int64_
     p.ranks[row_idx] = 0;
   }
   for (int n = threadIdx.x; n < p.top_n; n += blockDim.x) p.top_logprobs[row_idx * p.top_n + n] = not_a_number();
-}
-
-// The sum of the row from those of its chunks, by the last warp: the elements equal to the largest, and the others
-// relative to it; NaN if the row holds one. maxima: of groups, as keys.
-template <Kind kind>
-__device__ __forceinline__ void sum_chunks(const ChunkSum* chunks, int num_chunks, const u32* maxima,
-                                           const TopKRow<kind>& row, const WeightFn<Kind::logits>& sum_fn,
-                                           double2* sum) {
-  if (threadIdx.x < blockDim.x - 32) return;
-  const int lane = threadIdx.x % 32;
-  double rest = 0., of_top = 0.;
-  int top_chunk = -1, num_top = 0;
-#pragma unroll 2
-  for (int chunk = lane; chunk < num_chunks; chunk += 32) {
-    const ChunkSum own = chunks[chunk];
-    if (own.most == sum_fn.top) {
-      of_top += own.of_top, rest += own.others;
-      top_chunk = chunk, ++num_top;
-    } else if (isnan(own.most)) {
-      rest += own.others;
-    } else {
-      rest += (static_cast<double>(own.others) + own.of_top) * sum_fn.accurate_weight(own.most);
-    }
-  }
-  top_chunk = __reduce_max_sync(kAllLanes, top_chunk), num_top = __reduce_add_sync(kAllLanes, num_top);
-  double equal = 0.;
-  if (num_top == 1) {
-    const u32 groups = __ballot_sync(kAllLanes, maxima[32 * top_chunk + lane] == row.key(sum_fn.top));
-    if (__popc(groups) == 1) {  // else at least two elements are equal to the largest
-      of_top = 0.;
-      const int chunk_end = min(row.length, (top_chunk + 1) << row.chunk_bits), holder = __ffs(groups) - 1;
-#pragma unroll 1
-      for (int begin = top_chunk << row.chunk_bits; begin < chunk_end; begin += kTileOfGroups) {
-        const int i = begin + row.place(lane, holder);
-        const float v = i < row.length && row.is_allowed(i) ? row.element(i) + 0.f : -INFINITY;
-        if (v == sum_fn.top) {
-          equal += 1.;
-        } else {
-          rest += isnan(v) ? v : v == -INFINITY ? 0.f : sum_fn.accurate_weight(v);  // which is 0 for NaN
-        }
-      }
-    }
-  }
-  rest += of_top;
-#pragma unroll
-  for (int other = 16; other > 0; other /= 2) {
-    equal += __shfl_xor_sync(kAllLanes, equal, other);
-    rest += __shfl_xor_sync(kAllLanes, rest, other);
-  }
-  if (lane == 0) *sum = {equal, rest};
 }
 
 // Finds the one of `num` entries, of different ids, in which the point of their mass in the order of ids lies. The
@@ -196,13 +117,16 @@ __device__ __forceinline__ void penalise(const HistoryParams& p, int64_t row_idx
 }
 
 // draws: the token is drawn as top_k_draw does; all rows have a top-k. processes: penalties are applied first, in
-// place, and the bitmask while elements are read.
-template <bool draws, bool processes>
+// place, and the bitmask while elements are read. rings: rows are read through a TileRing, and the second block of a
+// cluster adds the sums of chunks; there are no penalties.
+template <bool draws, bool processes, bool rings>
 __global__ void __launch_bounds__(kMaxSelectThreads, 1)
     logprob_rows(const __grid_constant__ std::conditional_t<processes, StepParams, LogprobParams> p) {
   constexpr Kind kind = processes ? Kind::masked_scores : Kind::scores;
   using Row = TopKRow<kind>;
   const Cluster cluster(p.cluster_size);
+  // With a ring the blocks read alternate chunks, so that they have equally many.
+  const int first_chunk = rings ? static_cast<int>(threadIdx.x / 32) * cluster.size + cluster.block_rank : cluster.warp;
   const int64_t row_idx = cluster.row_idx();
   TopKScratch* const scratch = reinterpret_cast<TopKScratch*>(dynamic_shared_memory());
   LogprobScratch* const sums = reinterpret_cast<LogprobScratch*>(scratch + 1);
@@ -211,9 +135,14 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
   char* const memory = reinterpret_cast<char*>(sums + 1);
   ChunkSum* const chunk_sums = reinterpret_cast<ChunkSum*>(memory + layout.bytes());
   const TopKSelector<kind> selector = {cluster, row, scratch, memory, layout};
+  const SecondBlockSum<kind> second = {cluster, row, sums, chunk_sums, layout.num_chunks};
+  const RingMemory ring_memory(reinterpret_cast<char*>(chunk_sums + layout.num_chunks), cluster.warps_per_block);
   selector.init();
+  if constexpr (rings) second.init(), ring_memory.init(/*has_mask=*/processes);
+  LogprobRow params;
+  float of_token = 0.f;
   bool publishes = false;  // this block writes elements that other blocks read
-  if constexpr (processes) {
+  if constexpr (processes && !rings) {
     row.mask = p.bitmask.row(row_idx);
     const bool has_history = p.history.ids != nullptr;
     publishes = has_history && cluster.size > 1;
@@ -239,31 +168,61 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
       }
     }
   } else {
+    if constexpr (processes) __syncthreads();  // every warp waits at the mbarrier of the bitmask
     cluster.arrive_release();
     pdl_wait();
     pdl_trigger();
+    if constexpr (rings) {
+      params = LogprobRow(p, row_idx);  // before the copies, for which later loads would wait
+      if constexpr (processes) {
+        row.mask = p.bitmask.row(row_idx);
+        if (threadIdx.x == 0) ring_memory.start_mask(row.mask, mask_bytes(p.length));
+      }
+      const TileRing<kind> ring(row, ring_memory, first_chunk, cluster.num_warps);
+      ring.start_first(0, 1);
+      if constexpr (!draws) of_token = row.element(params.token) + 0.f;
+      ring.start_first(1, kRingStages);
+    }
   }
-  WeightFn<Kind::logits> sum_fn;
+  WeightFn<Kind::logits> sum_fn, weight_fn;
   int k, selected;
   {
-    const LogprobRow params(p, row_idx);
+    if constexpr (!rings) params = LogprobRow(p, row_idx);
     k = params.selects() ? params.k : 0, selected = max(k, p.top_n);
-    LogprobReader<kind, !draws> reader = {row, {row, {}}, 0.f, 0, 0.f};
-    if (cluster.warp < layout.num_chunks) reader.load(cluster.warp << layout.chunk_bits, cluster.lane);
+    using Reader = LogprobReader<kind, !draws, rings>;
+    Reader reader = [&]() -> Reader {
+      if constexpr (rings) {
+        return {row, {row, ring_memory, first_chunk, cluster.num_warps}, 0.f, 0, 0.f};
+      } else {
+        return {row, {row, {}}, 0.f, 0, 0.f};
+      }
+    }();
+    if constexpr (processes && rings) reader.mask = ring_memory.mask;
+    if constexpr (!rings) {
+      if (first_chunk < layout.num_chunks) reader.load(first_chunk << layout.chunk_bits, cluster.lane);
+    }
     // While the loads are in flight:
     if (draws && cluster.block_rank == 0 && threadIdx.x == blockDim.x - 32)
       scratch->random_word = random_word(p.seed.at(row_idx), p.offset.at(row_idx));
     sum_fn.set_temperature(draws && p.raw ? 1.f : params.temperature);
+    if (rings) weight_fn.set_temperature(params.temperature);
     reader.slope = sum_fn.slope + sum_fn.slope_rest;
-    if constexpr (!draws) reader.token = params.token, reader.of_token = row.element(params.token) + 0.f;
+    if constexpr (!draws) {
+      reader.token = params.token;
+      reader.of_token = rings ? of_token : row.element(params.token) + 0.f;
+    }
+    if constexpr (processes && rings) ptx::mbarrier_wait(ring_memory.mask_full, 0);
     const u32 received = ptx::map_shared(ptx::shared_address(&scratch->received), 0);
     const u32 sums_to = ptx::map_shared(ptx::shared_address(chunk_sums), 0);
     ChunkSum sum;
     selector.read_row(
-        selected, [&](int chunk) { return reader.read(chunk, chunk + cluster.num_warps, cluster.lane, sum); },
+        first_chunk, selected,
+        [&](int chunk) { return reader.read(chunk, chunk + cluster.num_warps, cluster.lane, sum); },
         [&](int chunk) {
           if (cluster.lane != 0) return;
-          if (cluster.size > 1) {
+          if constexpr (rings) {
+            second.send_chunk(chunk, sum);
+          } else if (cluster.size > 1) {
             ptx::store_async(sums_to + sizeof(ChunkSum) * chunk, sum.bits(), received);
           } else {
             chunk_sums[chunk] = sum;
@@ -282,16 +241,18 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
       }
     }
   }
-  const LogprobRow params(p, row_idx);                                  // loaded again to save registers
+  if constexpr (!rings) params = LogprobRow(p, row_idx);                // again, to save registers
   const float temperature = draws && p.raw ? 1.f : params.temperature;  // of the log-probabilities
   const bool joint = k > 0 && p.joint && params.q32 < kQ32One;
-  WeightFn<Kind::logits> weight_fn;
-  weight_fn.set_temperature(params.temperature);
-  sum_fn.set_temperature(temperature);
+  if (!rings) weight_fn.set_temperature(params.temperature), sum_fn.set_temperature(temperature);
   TopKRange range = {};
   if (cluster.block_rank == 0)
-    range = selector.receive(sizeof(ChunkSum) * layout.num_chunks + (draws ? 0 : 8 * cluster.num_warps));
+    range = selector.receive((rings ? 0 : sizeof(ChunkSum) * layout.num_chunks) + (draws ? 0 : 8 * cluster.num_warps));
   if (publishes) cluster.wait();
+  if constexpr (rings) {
+    if (cluster.block_rank == 0 && threadIdx.x == 0) second.expect();
+    if (cluster.block_rank == second.kRank && threadIdx.x < 32) second.sum_and_send(sum_fn);
+  }
   if (joint) {
     if (cluster.block_rank == 0) scratch->largest = range.largest;
     cluster.sync();
@@ -306,7 +267,7 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
   if (joint) sum_row(selector, weight_fn, 1.f);
   if (cluster.block_rank != 0) return;
 
-  float of_token = draws ? 0.f : row.element(params.token);
+  if (!draws && !rings) of_token = row.element(params.token);
   int rank = 0;  // of the token, from 0
   if constexpr (!draws) {
     u32 before = 0;
@@ -318,7 +279,11 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
   const u64* keys = selector.candidates();  // from here on in descending order
   u64* const masses = selector.masses();
   const auto sum_row_once = [&] {
-    sum_chunks(chunk_sums, layout.num_chunks, selector.maxima(), row, sum_fn, &sums->row_sum);
+    if (rings || threadIdx.x < blockDim.x - 32) return;
+    const double2 sum = sum_chunks(chunk_sums, layout.num_chunks, row, sum_fn, [&](int chunk) {
+      return __ballot_sync(kAllLanes, selector.maxima()[32 * chunk + cluster.lane] == row.key(sum_fn.top));
+    });
+    if (cluster.lane == 0) sums->row_sum = sum;
   };
   int count = 0;  // of the candidates
   if (selected > 0) {
@@ -336,7 +301,9 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
   }
   // The first warp may be drawing.
   const int first_n = (threadIdx.x + blockDim.x - 32) % blockDim.x;
-  const bool is_valid = fabsf(top) < INFINITY && !isnan(sums->row_sum.y) && !isnan(params.temperature);
+  if constexpr (rings) second.wait();
+  const double of_row = rings ? sums->log_sum : sums->row_sum.y;  // NaN if the row holds one
+  const bool is_valid = fabsf(top) < INFINITY && !isnan(of_row) && !isnan(params.temperature);
   if (!is_valid) {
     if (draws && threadIdx.x == 0) p.ids[row_idx] = 0, p.valid[row_idx] = false;
     write_no_logprobs(p, row_idx, draws || params.has_token);
@@ -369,10 +336,14 @@ __global__ void __launch_bounds__(kMaxSelectThreads, 1)
   int kept = p.length;  // of the elements in descending order
   double log_sum = 0.;
   if (k == 0 || (draws && p.raw)) {
-    // The logarithm takes as long as the draw.
-    if (!(draws && is_ranked) || (threadIdx.x >= 32 && first_n < max(p.top_n, 1)))
-      log_sum = log1p(sums->row_sum.x - 1. + sums->row_sum.y);
-    if (threadIdx.x == 32) sums->log_sum = log_sum;
+    if constexpr (rings) {
+      log_sum = sums->log_sum;
+    } else {
+      // The logarithm takes as long as the draw.
+      if (!(draws && is_ranked) || (threadIdx.x >= 32 && first_n < max(p.top_n, 1)))
+        log_sum = log1p(sums->row_sum.x - 1. + sums->row_sum.y);
+      if (threadIdx.x == 32) sums->log_sum = log_sum;
+    }
   } else {
     int reach = 0;
     for (int n = threadIdx.x; n < k; n += blockDim.x)

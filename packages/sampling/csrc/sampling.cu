@@ -101,7 +101,8 @@ void launch_rejection_rows(Params params, DLDevice device, SplitRequest request)
 
 template <Kind kind>
 void launch_top_k_draw(const Params& params, DLDevice device, SplitRequest request) {
-  const Split split = split_for_top_k(params.length, params.num_rows, params.max_top_k, device, request);
+  const Split split =
+      split_for_top_k(params.length, params.num_rows, params.max_top_k, num_sms(device), has_clusters(device), request);
   launch_split<top_k_draw<kind>>(params, params.num_rows, split, device, /*balanced=*/true);
 }
 
@@ -252,7 +253,7 @@ void topk_rows_entry(TensorView scores, TensorView values, TensorView indices, b
     unsupported("more than 2^27 rows, or rows of more than 2^30 entries");
   }
   p.length = static_cast<int>(scores.size(1));
-  const Split split = split_for_top_k(p.length, rows, p.max_top_k, device, {});
+  const Split split = split_for_top_k(p.length, rows, p.max_top_k, num_sms(device), has_clusters(device), {});
   const DeviceGuard guard(device.device_id);
   p.rows = address(scores);
   p.row_bytes = scores.stride(0) * element_bytes(scores);

@@ -56,13 +56,13 @@ inline Split split_for_search(int length, int64_t rows, DLDevice device, SplitRe
 
 // Of top_k_draw and topk_rows. Eight blocks per row only if they fill at most half of the SMs, so that the next launch
 // starts beside them. Rows of several waves are split too, which shortens the last wave.
-inline Split split_for_top_k(int length, int64_t rows, int max_top_k, DLDevice device, SplitRequest request) {
-  const int64_t sms = num_sms(device);
+inline Split split_for_top_k(int length, int64_t rows, int max_top_k, int64_t sms, bool has_clusters,
+                             SplitRequest request) {
   auto [cluster_size, threads] = request;
   if (!cluster_size) {
     cluster_size = 2 * 8 * rows <= sms ? 8 : 4 * rows <= sms ? 4 : 2 * rows <= sms || rows > 2 * sms ? 2 : 1;
   }
-  if (!has_clusters(device)) cluster_size = 1;
+  if (!has_clusters) cluster_size = 1;
   threads = threads && threads < kMaxSelectThreads ? kSelectThreads : kMaxSelectThreads;
   const size_t bytes = sizeof(TopKScratch) + TopKLayout(length, max_top_k).bytes();
   return {cluster_size, threads, false, bytes};

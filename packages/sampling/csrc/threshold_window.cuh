@@ -258,9 +258,9 @@ __device__ __forceinline__ Window adapted_window(const Cluster& cluster, const S
   return Window(threshold, bits, row.elements_per_warp * num_warps);
 }
 
-// A window for top-p, which keeps `part` of the mass. row_sum: of the weights, if that is known, or a guess. The usual
-// one is around the mean of the thresholds that the warps find by bisection of twelve octaves. Where many elements lie
-// in it, few have the mass, or the warps disagree, it decides little, and the window is an adapted one.
+// A window for top-p, which keeps `part` of the mass. row_sum: of the weights, known or estimated. The usual one is
+// around the mean of the thresholds that the warps find by bisection of twelve octaves. Where many elements lie in it,
+// few have the mass, or the warps disagree, it decides little, and the window is an adapted one.
 template <typename Slice, typename Weight>
 __device__ __forceinline__ Window estimate_window(const Cluster& cluster, const Slice& row, WindowScratch* scratch,
                                                   const Weight& weight_fn, float part, float row_sum) {

@@ -11,8 +11,7 @@
 #include <tuple>
 
 #include "history_arguments.h"
-#include "logprob_rows.cuh"
-#include "split.h"
+#include "logprob_ring.h"
 
 namespace kestrel::sampling {
 
@@ -21,20 +20,29 @@ static_assert(sizeof(TopKScratch) + sizeof(LogprobScratch) + TopKLayout(1 << 30,
                   sizeof(ChunkSum) * kMaxChunks <=
               99 * 1024);
 
-Split split_rows(LogprobParams& p, int64_t largest_k, DLDevice device) {
+Split split_rows(LogprobParams& p, int64_t largest_k, const Gpu& gpu) {
+  const int64_t sms = gpu.num_sms;
   p.max_top_k = std::max<int64_t>(p.top_n, largest_k) <= kMaxRankedK ? kMaxRankedK : kMaxK;
-  // More rows than SMs: two blocks of 256 threads on an SM, so that one loads during the other's epilogue.
-  const bool many = p.num_rows > num_sms(device);
-  const SplitRequest request = many ? SplitRequest{1, kSelectThreads} : SplitRequest{};
-  Split split = split_for_top_k(p.length, p.num_rows, p.max_top_k, device, request);
+  SplitRequest request;
+  if (p.num_rows > sms) {
+    request = {1, kSelectThreads};  // two blocks on an SM, so that one loads during the other's epilogue
+  } else if (2 * p.num_rows <= sms && 8 * 4 * p.num_rows > 7 * sms) {
+    request.cluster_size = 2;  // clusters of four do not fill all SMs
+  }
+  Split split = split_for_top_k(p.length, p.num_rows, p.max_top_k, sms, gpu.capability >= 90, request);
   split.smem_bytes += sizeof(LogprobScratch) + sizeof(ChunkSum) * TopKLayout(p.length, p.max_top_k).num_chunks;
   return split;
 }
 
 template <bool draws>
 void launch_rows(LogprobParams& p, int64_t largest_k, DLDevice device) {
-  const Split split = split_rows(p, largest_k, device);
-  launch_split<logprob_rows<draws, false>>(p, p.num_rows, split, device, /*balanced=*/true);
+  const Gpu gpu = gpu_of(device);
+  const Split split = split_rows(p, largest_k, gpu);
+  if (has_ring(p, split, gpu)) {
+    launch_ring_rows(p, draws, split, device);
+  } else {
+    launch_split<logprob_rows<draws, false, false>>(p, p.num_rows, split, device, /*balanced=*/true);
+  }
 }
 
 void launch(LogprobParams p, DLDevice device) {
@@ -247,22 +255,46 @@ bool process_and_sample(TensorView ids, TensorView valid, TensorView logprobs, T
   drop_neutral_history(p);
   const DLDevice device = logits.device();
   const DeviceGuard guard(device.device_id);
-  Split split = split_rows(p, top_k_value, device);
-  const bool is_short = p.history.length <= kMaxHashed;
-  if (is_short) p.hash_bits = hash_bits_for(std::min(p.history.length, p.length));
-  const size_t table_bytes = p.history.ids ? size_t{8} << p.hash_bits : 0;
-  if (is_short && split.smem_bytes + table_bytes <= max_smem_bytes(device)) {
-    split.smem_bytes += table_bytes;
-    launch_split<logprob_rows<true, true>>(p, p.num_rows, split, device, /*balanced=*/true);
-    return true;
+  if (p.history.ids || p.bitmask.words) {
+    const Gpu gpu = gpu_of(device);
+    Split split = split_rows(p, top_k_value, gpu);
+    const bool is_short = p.history.length <= kMaxHashed;
+    if (is_short) p.hash_bits = hash_bits_for(std::min(p.history.length, p.length));
+    const size_t table_bytes = p.history.ids ? size_t{8} << p.hash_bits : 0;
+    if (has_ring(p, split, gpu)) {
+      launch_ring_step(p, split, device);
+      return true;
+    }
+    if (is_short && split.smem_bytes + table_bytes <= gpu.max_smem_bytes) {
+      split.smem_bytes += table_bytes;
+      launch_split<logprob_rows<true, true, false>>(p, p.num_rows, split, device, /*balanced=*/true);
+      return true;
+    }
+    process_in_place();
   }
-  process_in_place();
-  launch_split<logprob_rows<true, false>, LogprobParams>(p, p.num_rows, split, device, /*balanced=*/true);
+  launch_rows<true>(p, top_k_value, device);
   return true;
+}
+
+// Blocks of a row, their threads, and whether a ring brings the rows, on a GPU like that. mask: an address, or 0 for
+// calls without a bitmask. For tests.
+tvm::ffi::Array<int64_t> logprob_split(int64_t rows, int64_t length, int64_t element_bytes, int64_t address,
+                                       int64_t row_bytes, int64_t mask, int64_t mask_row_bytes, int64_t largest_k,
+                                       int64_t sms, int64_t capability, int64_t max_smem) {
+  StepParams p;
+  p.num_rows = static_cast<int>(rows), p.length = static_cast<int>(length);
+  p.dtype = element_bytes == 4 ? kRowFloat32 : kRowBFloat16;
+  p.rows = reinterpret_cast<const char*>(address), p.row_bytes = row_bytes;
+  p.bitmask = {reinterpret_cast<const char*>(mask), mask_row_bytes};
+  const Gpu gpu = {sms, static_cast<int>(capability), static_cast<size_t>(max_smem)};
+  const Split split = split_rows(p, largest_k, gpu);
+  const bool ring = mask ? has_ring(p, split, gpu) : has_ring(static_cast<const LogprobParams&>(p), split, gpu);
+  return {split.cluster_size, split.threads, int64_t{ring}};
 }
 
 KESTREL_EXPORT(token_logprobs, token_logprobs);
 KESTREL_EXPORT(sample_with_logprobs, sample_with_logprobs);
 KESTREL_EXPORT(process_and_sample, process_and_sample);
+KESTREL_EXPORT(logprob_split, logprob_split);
 
 }  // namespace kestrel::sampling

@@ -120,11 +120,13 @@ struct TopKSelector {
   __device__ __forceinline__ void read_row(int k) const {
     GroupMaxReader<kind> reader = {{row, {}}};
     if (cluster.warp < layout.num_chunks) reader.loader.load(cluster.warp << layout.chunk_bits, cluster.lane);
-    read_row(k, [&](int chunk) { return reader.read(chunk, chunk + cluster.num_warps, cluster.lane); }, [](int) {});
+    read_row(
+        cluster.warp, k, [&](int chunk) { return reader.read(chunk, chunk + cluster.num_warps, cluster.lane); },
+        [](int) {});
   }
   // The same. read(chunk) returns the key of the largest element of this lane's group, send(chunk) may send more of it.
   template <typename Read, typename Send>
-  __device__ __forceinline__ void read_row(int k, Read read, Send send) const {
+  __device__ __forceinline__ void read_row(int first_chunk, int k, Read read, Send send) const {
     const int full_chunks = row.length >> row.chunk_bits;
     // Lanes per segment, so few that there are at least k segments.
     int segment_bits = 5;
@@ -135,7 +137,7 @@ struct TopKSelector {
     u32 least = 0xffffffffu, most = 0;
     bool first = true;
 #pragma unroll 1
-    for (int chunk = cluster.warp; first || chunk < layout.num_chunks; chunk += cluster.num_warps) {
+    for (int chunk = first_chunk; first || chunk < layout.num_chunks; chunk += cluster.num_warps) {
       const u32 own = chunk < layout.num_chunks ? read(chunk) : 0;
       if (first) cluster.wait();
       first = false;

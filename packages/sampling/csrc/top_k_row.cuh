@@ -6,7 +6,7 @@
 namespace kestrel::sampling {
 
 constexpr int kGroup = 32;  // elements that a lane loads together
-constexpr int kTileOfGroups = 32 * kGroup;
+constexpr int kTileOfGroups = 32 * kGroup, kTileBits = 10;
 
 // What a row holds decides what NaN means: an invalid row, or (scores) the smallest of all elements.
 template <Kind kind>

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kestrel_runtime import backend
-from kestrel_runtime.testing import by_reference
+from kestrel_runtime.testing import assert_same_bits, by_reference
 from kestrel_sampling import (
     min_p_sampling_from_probs,
     sampling_from_probs,
@@ -67,3 +67,15 @@ def assert_same_probabilities(got: torch.Tensor, want: torch.Tensor, what: str =
     and 2e-6 covers the exponentials of softmax."""
     assert torch.equal(got > 0, want > 0), f"{what}: {int(((got > 0) != (want > 0)).sum())} entries"
     torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-12, equal_nan=True, msg=lambda text: f"{what}: {text}")
+
+
+def assert_close_logprobs(got: Any, want: Any, what: str = "result") -> None:
+    """Ids and ranks are those of the reference. Sums are within 2e-6 of exact ones, and results are rounded once."""
+    for name in ("ranks", "top_ids"):
+        assert_same_bits(getattr(got, name), getattr(want, name), f"{what}.{name}")
+    for name in ("logprobs", "top_logprobs"):
+        one, other = getattr(got, name), getattr(want, name)
+        same = (one == other) | (one.isnan() & other.isnan())
+        error = torch.where(same, 0.0, (one.double() - other.double()).abs())
+        bound = 2e-6 + 1.3e-7 * other.double().abs().nan_to_num(0, 0, 0)
+        assert bool((error <= bound).all()), f"{what}.{name}: {error.max().item():.3e}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sampling_gpu_cases import FLOATS, normal
+from sampling_gpu_cases import FLOATS, assert_close_logprobs, normal
 
 from kestrel_runtime.testing import (
     RandomCase,
@@ -178,18 +178,6 @@ FILTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_close_logprobs(got: Any, want: Any, what: str = "result") -> None:
-    """Ids and ranks are those of the reference. Sums are within 2e-6 of exact ones, and results are rounded once."""
-    for name in ("ranks", "top_ids"):
-        assert_same_bits(getattr(got, name), getattr(want, name), f"{what}.{name}")
-    for name in ("logprobs", "top_logprobs"):
-        one, other = getattr(got, name), getattr(want, name)
-        same = (one == other) | (one.isnan() & other.isnan())
-        error = torch.where(same, 0.0, (one.double() - other.double()).abs())
-        bound = 2e-6 + 1.3e-7 * other.double().abs().nan_to_num(0, 0, 0)
-        assert bool((error <= bound).all()), f"{what}.{name}: {error.max().item():.3e}"
-
-
 def drawn(logits: torch.Tensor) -> torch.Tensor:
     rows, width = logits.shape
     ids = integers(0, width, rows, seed=6)
@@ -269,6 +257,15 @@ def test_probabilities_at_the_edge_of_min_p_sum_to_one(logit: float, min_p: floa
         logprobs = token_logprobs(row, ids, 1001, min_p=value)[3]
         # Each is within 2e-6 of the exact one, and half an ulp below 16 is 2^-21: a relative error of each probability.
         assert float(logprobs.double().exp().sum()) == pytest.approx(1, rel=0, abs=2e-6 + 2**-21), value
+
+
+@pytest.mark.parametrize("width", [262145, 300000, 600011])
+def test_the_largest_is_counted_once_in_rows_whose_groups_have_several_tiles(width: int) -> None:
+    """The group with the largest element is summed by itself. 32 elements counted twice are one part in 10^4 here."""
+    for rows in (1, 40):
+        logits = normal(rows, width, 3, 1e-2)
+        ids = drawn(logits)
+        assert_close_logprobs(token_logprobs(logits, ids, 3), by_reference(token_logprobs, logits, ids, 3))
 
 
 def test_log_probabilities_near_zero_keep_their_relative_precision() -> None:
