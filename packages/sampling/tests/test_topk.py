@@ -256,7 +256,8 @@ def test_the_binary_has_an_entry_point_for_every_variant_and_architecture() -> N
     archs -= set(RUN_SM80) if "80" in archs else set()
     expected = {f"{variant.name}_sm{arch}" for variant in variants.VARIANTS for arch in archs}
     cuda = {"sample", "probabilities", "topk_rows", "process_logits", "token_logprobs", "sample_with_logprobs"}
-    assert set(binary.manifest.functions) == expected | cuda | {"chain_speculative_sampling", "process_and_sample"}
+    cuda |= {"chain_speculative_sampling", "process_and_sample", "logprob_split"}
+    assert set(binary.manifest.functions) == expected | cuda
     for name in expected:
         entry_point = binary.function(name)
         with pytest.raises(ValueError, match="device_type=cuda"):  # the generated wrapper's own checks
