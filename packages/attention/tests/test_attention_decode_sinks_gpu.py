@@ -27,6 +27,7 @@ def sinks_of(heads: int) -> torch.Tensor:
 def assert_has_sinks(got: Result, plain: Result, sinks: torch.Tensor) -> None:
     """plain: the same call without sinks, which other tests compare with float64."""
     (out, lse), (plain_out, plain_lse) = got, plain
+    assert not plain_lse.isnan().any()
     want_lse = torch.logaddexp(plain_lse.double(), sinks.double()[:, None].expand_as(plain_lse))
     share = torch.exp(plain_lse.double() - want_lse).nan_to_num(0.0).mT[..., None]  # -inf - -inf: no key, no sink
     rounding = 2 * ROUNDING[out.dtype]  # that of plain, and that of out
@@ -83,10 +84,24 @@ def test_thread_blocks_of_a_warpgroup(kind, queries):
     check(made(kind, 32, 8, 128, 16, LENGTHS, queries), causal=True)
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_sink_of_nan_or_inf_spoils_its_head_alone(bad):
+    call, sinks = made("same", 8, 2, 64, 16, LENGTHS), sinks_of(8)
+    want = call.run(sinks=sinks)
+    sinks[5] = bad
+    out, lse = call.run(sinks=sinks)
+    assert bool(out[:, :, 5].isnan().all())
+    assert not bool(lse[:, 5].isfinite().any())
+    others = [0, 1, 2, 3, 4, 6, 7]
+    assert same_bits((out[:, :, others], lse[:, others]), (want[0][:, :, others], want[1][:, others]))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_sinks_of_a_16_bit_model(dtype):
     call, sinks = made("same", 8, 2, 64, 16, LENGTHS), sinks_of(8).to(dtype)
-    assert same_bits(call.run(sinks=sinks), call.run(sinks=sinks.float()))
+    want = call.run(sinks=sinks.float())
+    for _ in range(3):  # the first call is planned, a later one finds its launch
+        assert same_bits(call.run(sinks=sinks), want)
 
 
 def test_a_row_has_the_same_bits_in_any_batch():
@@ -98,10 +113,17 @@ def test_a_row_has_the_same_bits_in_any_batch():
 
 @pytest.mark.parametrize("kind", ["same", "int4"])
 def test_new_keys_are_appended(kind):
-    call = made(kind, 8, 2, 64, 64, (300, 0, 54, 64, 17), extra_keys=1)
+    call = made(kind, 8, 2, 64, 64, (5000, 0, 54, 64, 17), extra_keys=1)
     k, v = (torch.randn(5, 1, 2, 64, device="cuda").bfloat16() for _ in range(2))
     other, sinks = call.clone(), sinks_of(8)
-    assert_has_sinks(call.run(k, v, sinks=sinks), other.run(k, v), sinks)
+    first = other.clone()
+    with_sinks = first.run(k, v, sinks=sinks)
+    assert_has_sinks(with_sinks, other.run(k, v), sinks)
+    for _ in range(6):  # of the same form, later ones as one graph
+        again = call.clone()
+        assert same_bits(again.run(k, v, sinks=sinks), with_sinks)
+        for name, cache in again.caches.items():
+            assert same_bits((cache,), (first.caches[name],))
 
 
 def test_a_captured_graph_reads_the_sinks_and_lengths_of_its_replay():

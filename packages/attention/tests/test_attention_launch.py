@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kestrel_attention import decode, flash_attn_with_kvcache, merge_attention_states, plans, tau_tail
+from kestrel_attention import decode, flash_attn_with_kvcache, merge_attention_states, plans, prefill, tau_tail
 from kestrel_attention.arguments import Cached, Codes, Scores
 from kestrel_attention.kernels.parameters import CombineScalars, CombineTensors, DecodeScalars, DecodeTensors
 from kestrel_attention.kernels.variants import NAMED
@@ -143,6 +143,22 @@ def test_sinks_reach_the_decode_and_the_combine_kernel_in_float32(sinks, dtype, 
         named = dict(zip((*tensors._fields, *scalars._fields), given, strict=True))
         assert named["has_sinks"] == (sinks is not None)
         assert sinks is None or torch.equal(named["mSinks"], sinks)
+
+
+@pytest.mark.parametrize("new", [{}, {"k": NEW, "v": NEW}], ids=["reading", "appending"])
+def test_without_a_decode_kernel_that_of_prefill_runs(new, recorder, monkeypatch):
+    def kernel(variant: Any, device: torch.device) -> Callable[..., None]:
+        if variant.name.startswith("decode"):
+            raise UnsupportedError("not in the wheel")
+        return lambda *given: recorder.calls.append((variant.name, given))
+
+    monkeypatch.setattr(recorder, "kernel", kernel)
+    monkeypatch.setattr(prefill, "_binary", recorder)
+    for _ in range(2):  # planned, and found
+        recorder.calls.clear()
+        launch_of(**new)
+        names = [name.split("_")[0] for name, _ in recorder.calls]
+        assert names == (["append", "prefill"] if new else ["prefill"])
 
 
 def unaligned(x: torch.Tensor) -> torch.Tensor:

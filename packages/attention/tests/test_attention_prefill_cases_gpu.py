@@ -131,3 +131,10 @@ def test_one_page_serves_every_sequence():
     out, lse = flash_attn_with_kvcache(q, *caches, cache_seqlens=ints([300, 120, 40]), **given)
     for b, length in enumerate((300, 120, 40)):
         assert_exact(out[b], lse[b], exact_attention(q[b], held[0][0][:length], held[0][1][:length], causal=True))
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("size", [264, 320, 504])
+def test_few_queries_of_heads_without_a_decode_kernel(size, queries):
+    call, how = made("same", 16, 2, size, 16, (0, 1, 54, 300, -1, 2000), queries), {"causal": True}
+    assert_exact_over_cache(call, call.run(**how), how)

@@ -12,7 +12,9 @@ from bounds import ROUNDING
 from decode_oracle import KERNEL, LENGTHS, Call, check, exact, excess, made, wanted
 from decode_oracle import same_bits as same
 
-from kestrel_attention import merge_attention_states
+from kestrel_attention import decode, merge_attention_states
+from kestrel_attention.arguments import Cached, Codes, Scores
+from kestrel_attention.plan import plan_decode
 from kestrel_runtime import KestrelFallbackWarning, UnsupportedError, backend
 from kestrel_runtime.testing import assert_waits_for_the_launch_before, graph_replay, large_allocation
 
@@ -47,8 +49,13 @@ def test_int8_heads_of_256(queries):
 )
 def test_a_case_outside_the_table_is_compiled_on_first_use(kind, size, queries):
     call = made(kind, 16, 2, size, 16, (0, 1, 54, 300, 2000), queries)
+    caches = dict(call.caches)
+    k_cache, v_cache = caches.pop("k_cache"), caches.pop("v_cache")
+    codes = Codes(**(dict.fromkeys(Codes._fields) | caches))
+    given = Cached(call.lengths, call.table, codes, Scores(None, True, -1, -1, 0.0, 0, None), 0)
+    plan = plan_decode(decode.problem_of(call.q, k_cache, v_cache, given))
     try:
-        call.run()
+        decode._binary.kernel(plan.variant, call.q.device)
     except UnsupportedError as error:
         if "[jit]" in str(error):
             pytest.skip(str(error))

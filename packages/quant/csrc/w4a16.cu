@@ -88,7 +88,8 @@ void launch_tile(W4Params p, DLDevice device, int most_splits = kMaxSplits) {
 }
 
 // Whether CTAs of half an SM are faster: one or two of them for each 64 rows fill the GPU once, or take fewer waves
-// than CTAs of an SM, and the next launch starts beside them.
+// than CTAs of an SM, and the next launch starts beside them. The limits are those measured on an H200: EXPERIMENTS.md,
+// "Few tokens: x in shared memory".
 bool half_fits(const W4Params& p, DLDevice device) {
   if (device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) != 9) return false;
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);

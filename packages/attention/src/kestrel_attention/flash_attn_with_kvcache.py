@@ -76,7 +76,8 @@ def flash_attn_with_kvcache(
         cache_seqlens + Sq - 1, quantised as the cache is, and attended to as stored. This writes the caches in place,
         and for INT8 and INT4 the scales, zeros and tail. A position without a page is skipped.
     cache_seqlens: int32 [B], on the device: keys in the cache before k and v. Zero is legal; a negative length is
-        padding: nothing is written, the output is 0 and its LSE that of a query that sees no key.
+        padding: nothing is written, the output is 0 (NaN with a sink of NaN or inf), and its LSE that of a query that
+        sees no key.
     block_table: int32 [B, n]: sequence b's keys p*P .. p*P + P - 1 lie in block block_table[b, p]. A negative entry, or
         one past the end of the cache, is no page: its keys do not exist. None: block b belongs to sequence b. The
         table is no constant: kernels read it after their PDL wait, like the cache.
@@ -90,10 +91,10 @@ def flash_attn_with_kvcache(
         <= p; window (left, right) keeps p - left .. p + right, -1 is unbounded.
     softcap: scores become softcap * tanh(scores / softcap); 0 is off.
     prefix_len: an int or int32 [B]; keys below it are visible to all queries whatever causal and window say.
-    num_splits: the most splits of a sequence (split-KV) in calls of up to 16 queries; others choose by
-        length. 0: chosen from each length. kestrel_attention.MORE_WARPS (-1): one split for a kernel of twice the warps
-        where there is one (Hopper, 16-bit heads of 128), which is faster for few short sequences. Changes rounding
-        only.
+    num_splits: the most splits of a sequence (split-KV) where decode kernels run: up to 16 queries, heads as in the
+        README. Prefill kernels choose by length. 0: chosen from each length. kestrel_attention.MORE_WARPS (-1): one
+        split for a kernel of twice the warps where there is one (Hopper, 16-bit heads of 128), which is faster for few
+        short sequences. Changes rounding only.
     sinks: float32, bf16 or fp16 [H]: one more logit of each head in the sum of exponentials, without a value. The LSE
         includes it; it is that of a query that sees no key. Kernels take float32; others are converted by each call.
     return_lse: also return the natural log of the sum of exponentials, float32 [B, H, Sq].
@@ -108,10 +109,11 @@ def flash_attn_with_kvcache(
     sizes of each cache. Other calls run by reference. A kernel appends k and v bit for bit as the reference does; all
     memory is allocated before it. Limits of kernels:
     - INT4: queries in bf16 are below 2^102. Key scales far below the largest of their page and head lose precision.
-    - INT8: out has a further error of some 2^-21 of a row's largest value; where value scales are below 2^-100, also of
-      up to 2^-117 for each key.
-    - INT8 and INT4 in prefill: codes are rounded to the queries' dtype once dequantised, 1 GiB at a time, or all keys
-      of a sequence that block_table has room for, n * P * Hk * D up to 2^31.
+    - INT8 and INT4: out has a further error of up to 2^-19 of a row's largest value (root mean square). INT8: where
+      value scales are below 2^-100, also of up to 2^-117 for each key.
+    - INT8 and INT4 where prefill kernels run (above 16 queries, or heads without a decode kernel): codes are rounded to
+      the queries' dtype once dequantised, 1 GiB at a time, or all keys of a sequence that block_table has room for,
+      n * P * Hk * D up to 2^31.
     Raises TypeError for a wrong dtype or a missing tensor, ValueError for a wrong shape, stride, range or device,
     UnsupportedError for an INT4 cache with pages of other than 64 slots.
     Semantics: ``flash_attn_with_kvcache`` of flash-attn; INT4: Liu et al., "KIVI", arXiv 2402.02750.

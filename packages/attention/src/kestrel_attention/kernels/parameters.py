@@ -88,7 +88,7 @@ class Int4Extra(NamedTuple):
 
 
 class CombineTensors(NamedTuple):
-    """Of combine.py. Without sinks, any other tensor is in place of mSinks, and not read."""
+    """Of combine.py. Without sinks, mSinks is a float32 vector that is not read."""
 
     mOut: Tensor
     mLse: Tensor

@@ -417,6 +417,7 @@ class WarpTiles:
     def offsets_are_due(self, tile_idx):
         """Whether a step subtracts the offsets of those before: one of each ``offset_steps``."""
         period = self.format.offset_steps * self.step_tiles
+        assert period & (period - 1) == 0, "steps are counted with a mask"
         step = tile_idx & (period - 1)
         return step >= period - self.step_tiles if self.subtracts_apart else step < self.step_tiles
 
