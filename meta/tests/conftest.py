@@ -45,6 +45,11 @@ def model_results() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def model_tables() -> ModuleType:
+    return _tool("model_tables")
+
+
+@pytest.fixture(scope="session")
 def vllm_results() -> ModuleType:
     return _tool("vllm_results")
 

@@ -118,11 +118,11 @@ def test_a_way_that_fails_is_a_row_that_says_why(tiny, tmp_path, monkeypatch):
     assert "transformers, static, compiled" in drawn.read_text()
 
 
-def test_a_failed_row_has_its_line_in_the_table(model_results):
+def test_a_failed_row_has_its_line_in_the_table(model_tables):
     row = {"way": "static", "weights": "bf16", "batch": 16, "kv_cache": "auto"}
     row |= {"tokens_per_second": None, "first_ms": None, "peak_gib": None, "error": "RuntimeError: no C compiler"}
     found = {"layers": None, "new_tokens": 64, "rows": [row], "environment": {"gpu": None}}
-    table = model_results.engine_table("llama, prompt 3", found)
+    table = model_tables.engine_table("llama, prompt 3", found)
     assert "| transformers, static cache, compiled | bf16 | bf16 | 16 | failed (RuntimeError) | |  |" in table
 
 

@@ -28,12 +28,12 @@ def found(short):
 
 
 @pytest.mark.parametrize("kv_cache", ["int8", "int4"])
-def test_integer_caches_cost_no_more_perplexity_than_allowed(kv_cache, found, model_results):
+def test_integer_caches_cost_no_more_perplexity_than_allowed(kv_cache, found, model_tables):
     """By the divergence: what the perplexity of 1152 bytes changes by is chance as much as it is the cache."""
-    assert 0 < math.expm1(found[kv_cache]["divergence"]) <= model_results.BOUNDS[kv_cache]
+    assert 0 < math.expm1(found[kv_cache]["divergence"]) <= model_tables.BOUNDS[kv_cache]
 
 
-def test_coarser_codes_would_be_noticed(short, model_results, monkeypatch):
+def test_coarser_codes_would_be_noticed(short, model_tables, monkeypatch):
     """INT8 with 6 bits and INT4 with 2 cost more than is allowed, so the bounds say something."""
     from kestrel_runtime import paged_cache
 
@@ -50,7 +50,7 @@ def test_coarser_codes_would_be_noticed(short, model_results, monkeypatch):
     monkeypatch.setattr(paged_cache, "encode_int8", six_bits)
     monkeypatch.setattr(paged_cache, "encode_int4", two_bits)
     for kind, row in short().items():
-        assert kind not in model_results.BOUNDS or math.expm1(row["divergence"]) > model_results.BOUNDS[kind]
+        assert kind not in model_tables.BOUNDS or math.expm1(row["divergence"]) > model_tables.BOUNDS[kind]
 
 
 def test_passes_of_many_bytes_see_the_cache_of_one_byte_at_a_time(decoder, held_out, model_results):
@@ -69,15 +69,15 @@ def test_passes_of_many_bytes_see_the_cache_of_one_byte_at_a_time(decoder, held_
     assert (many - one).abs().mean() < 0.03 < 0.1 < (early - one).abs().mean()
 
 
-def test_the_figures_on_record_keep_the_bounds(model_results):
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in model_results.RESULTS.glob("*.json")]
+def test_the_figures_on_record_keep_the_bounds(model_tables):
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in model_tables.RESULTS.glob("*.json")]
     rows = [row for record in records if "perplexity" in record for row in record["perplexity"]["rows"]]
-    assert {row["kv_cache"] for row in rows} == set(model_results.KV_CACHES)
+    assert {row["kv_cache"] for row in rows} == set(model_tables.KV_CACHES)
     for row in rows:
-        assert row["cost"] <= model_results.BOUNDS.get(row["kv_cache"], math.inf)
+        assert row["cost"] <= model_tables.BOUNDS.get(row["kv_cache"], math.inf)
 
 
-def test_a_prompt_is_timed_and_has_a_row_in_the_tables(model_results, tmp_path):
+def test_a_prompt_is_timed_and_has_a_row_in_the_tables(model_results, model_tables, tmp_path):
     out = tmp_path / "cpu.json"
     given = ["--device", "cpu", "--tokens", "20", "--runs", "3", "--experts", "fp8", "--kv-cache", "int8"]
     assert model_results.main(["prompt", "tiny", *given, "--out", str(out)]) == 0
@@ -85,17 +85,17 @@ def test_a_prompt_is_timed_and_has_a_row_in_the_tables(model_results, tmp_path):
     assert 0 < row["p20"] <= row["ms"] <= row["p80"]
     ops = ", ".join(f"`{op}`" for op in row["by_reference"])
     wanted = f"| FP8 | INT8 | {ops} | 20 | {row['ms']:.2f} | {row['p20']:.2f} .. {row['p80']:.2f} |"
-    assert wanted in model_results.section(tmp_path).splitlines()
+    assert wanted in model_tables.section(tmp_path).splitlines()
 
 
 def test_tables_are_those_of_the_results_files(model_results, capsys):
     assert model_results.main(["tables", "--check"]) == 0, capsys.readouterr().err
 
 
-def test_a_changed_figure_makes_the_tables_stale(model_results, monkeypatch, tmp_path):
-    for path in model_results.RESULTS.glob("*.json"):
+def test_a_changed_figure_makes_the_tables_stale(model_results, model_tables, monkeypatch, tmp_path):
+    for path in model_tables.RESULTS.glob("*.json"):
         (tmp_path / path.name).write_text(
             path.read_text(encoding="utf-8").replace('"bits_per_byte": 1.', '"bits_per_byte": 2.')
         )
-    monkeypatch.setattr(model_results, "RESULTS", tmp_path)
+    monkeypatch.setattr(model_tables, "RESULTS", tmp_path)
     assert model_results.main(["tables", "--check"]) == 1
