@@ -102,8 +102,8 @@ def in_4_bits(weights: Any, layers: str) -> Any:
 def compared(weights: Any, windows: Any) -> Iterator[Json]:
     """Compare the kinds of KV cache, over windows that start without context.
 
-    The last rows have a bf16 cache and 4-bit weights in more and more layers, as model_tables.WEIGHTS says. Each row has the
-    bits per byte, the relative increase of perplexity over bf16, and the Kullback-Leibler divergence from the
+    The last rows have a bf16 cache and 4-bit weights in more and more layers, as model_tables.WEIGHTS says. Each row
+    has the bits per byte, the relative increase of perplexity over bf16, and the Kullback-Leibler divergence from the
     predictions with bf16, in nats per byte. The divergence depends less on the text than the perplexity does.
     """
     from torch.nn import functional as F
