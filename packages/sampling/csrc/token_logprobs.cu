@@ -41,14 +41,15 @@ void launch_rows(LogprobParams& p, int64_t largest_k, DLDevice device) {
   if (has_ring(p, split, gpu)) {
     launch_ring_rows(p, draws, split, device);
   } else {
-    launch_split<logprob_rows<draws, false, false>>(p, p.num_rows, split, device, /*balanced=*/true);
+    launch_split<logprob_rows<draws, /*processes=*/false, /*rings=*/false>>(p, p.num_rows, split, device,
+                                                                            /*balanced=*/true);
   }
 }
 
 void launch(LogprobParams p, DLDevice device) {
   const CountPerRow& k = p.top_k;
   const bool any_k = k.values != nullptr, has_k = !any_k && k.value > 0 && k.value < p.length;
-  launch_rows<false>(p, any_k ? kMaxK : has_k ? std::min<int64_t>(k.value, kMaxK) : 1, device);
+  launch_rows</*draws=*/false>(p, any_k ? kMaxK : has_k ? std::min<int64_t>(k.value, kMaxK) : 1, device);
   const bool has_p = p.top_p.values || p.top_p.value < 1.f || p.min_p.values || p.min_p.value > 0.f;
   if (!any_k && (has_k ? k.value <= kMaxK : !has_p)) return;
   const Split search = split_for_search(p.length, p.num_rows, device, {});
@@ -199,7 +200,7 @@ bool sample_with_logprobs(TensorView ids, TensorView valid, TensorView logprobs,
   if (logits.size(0) == 0) return true;
   if (!is_one_launch(p)) return false;
   const DeviceGuard guard(logits.device().device_id);
-  launch_rows<true>(p, top_k_value, logits.device());
+  launch_rows</*draws=*/true>(p, top_k_value, logits.device());
   return true;
 }
 
@@ -267,12 +268,13 @@ bool process_and_sample(TensorView ids, TensorView valid, TensorView logprobs, T
     }
     if (is_short && split.smem_bytes + table_bytes <= gpu.max_smem_bytes) {
       split.smem_bytes += table_bytes;
-      launch_split<logprob_rows<true, true, false>>(p, p.num_rows, split, device, /*balanced=*/true);
+      launch_split<logprob_rows</*draws=*/true, /*processes=*/true, /*rings=*/false>>(p, p.num_rows, split, device,
+                                                                                      /*balanced=*/true);
       return true;
     }
     process_in_place();
   }
-  launch_rows<true>(p, top_k_value, device);
+  launch_rows</*draws=*/true>(p, top_k_value, device);
   return true;
 }
 

@@ -6,7 +6,8 @@
 namespace kestrel::sampling {
 
 constexpr int kGroup = 32;  // elements that a lane loads together
-constexpr int kTileOfGroups = 32 * kGroup, kTileBits = 10;
+constexpr int kTileBits = 10, kTileOfGroups = 1 << kTileBits;
+static_assert(kTileOfGroups == 32 * kGroup);
 
 // What a row holds decides what NaN means: an invalid row, or (scores) the smallest of all elements.
 template <Kind kind>

@@ -115,6 +115,7 @@ def test_other_architectures_have_none(capability: int) -> None:
 
 
 def test_a_ring_fits_into_shared_memory() -> None:
+    assert has_ring(4, 262144 + 1136, mask=8192)  # chunks of several tiles
     assert has_ring(4, 262144, k=1024)
     assert not has_ring(4, 262144, k=1024, mask=8192)
     assert not has_ring(4, 262144, max_smem=163840)
