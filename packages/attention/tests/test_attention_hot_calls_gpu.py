@@ -65,6 +65,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(decode, "_bind_launches", lambda: bind)
     monkeypatch.setattr(decode, "launches", type(decode.launches)())
+    monkeypatch.setattr(decode, "_workspaces", {})  # other tests have used streams, and few have a workspace
     monkeypatch.setattr(op, "_hot_calls", HotCalls())
     return seen
 
