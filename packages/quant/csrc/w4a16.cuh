@@ -303,7 +303,8 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1) w4a16_kernel(co
   const uint32_t x_line =
       Stage::x + (x_byte / kLineBytes * Tile::tokens + x_token) * kLineBytes + (x_byte % kLineBytes ^ x_token % 8 * 16);
   static_assert(8 % kTokensOfCopy == 0 || kTokensOfCopy % 8 == 0);
-  static_assert(!Tile::predicated_x || kTokensOfCopy * Tile::x_copies == Tile::tokens, "zeros are stored past the tile");
+  static_assert(!Tile::predicated_x || kTokensOfCopy * Tile::x_copies == Tile::tokens,
+                "zeros are stored past the tile");
   const auto x_place = [&](int token) { return (x_line ^ token % 8 * 16) + token * kLineBytes; };  // of x_token + token
   const char* x_at = p.x + (first_token + x_token) * p.x_stride + int64_t{first_step} * (kStep * 2) + x_byte;
   int x_left = p.width * 2 - first_step * (kStep * 2) - x_byte;  // bytes of the row from x_at on
