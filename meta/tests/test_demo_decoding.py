@@ -39,7 +39,7 @@ def test_a_step_feeds_the_last_tokens_at_the_next_positions(monkeypatch):
         return found if out is None else out.copy_(found)
 
     prompts = [[7, 8, 9], [4], [5, 6]]
-    decoding = generate.Decoding(decoder, None, prompts, choose)
+    decoding = generate.Decoding(decoder, SimpleNamespace(capacity=16), prompts, choose)
     decoding.advance(graph=True)
     assert decoding.ids.tolist() == [5, -1, 0]
     decoding.advance(graph=True)
