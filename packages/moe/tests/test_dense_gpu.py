@@ -19,6 +19,7 @@ from kestrel_runtime.testing import (
     fp8_code_distance,
     graph_replay,
     large_allocation,
+    normal,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
@@ -56,11 +57,6 @@ FP8: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 EACH_GATED = pytest.mark.parametrize("name", GATED)
 
 
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0, seed: int = 0) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
-    return (scale * torch.randn(shape, generator=generator, device="cuda")).to(dtype)
-
-
 def exactly_gated(name: str, x: Tensor) -> Tensor:
     h, g = x.double().chunk(2, dim=-1)
     return h * GATED[name][1](h) * (g + GATED[name][2])
@@ -82,7 +78,7 @@ def composed(name: str, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gated_rows_are_as_accurate_as_torch_and_stay_in_bounds(name: str, dtype: torch.dtype, rows: int) -> None:
     for width in WIDTHS if rows < 700 else (1024,):
-        x = random(rows, 2 * width, dtype=dtype, scale=3.0)
+        x = normal(rows, 2 * width, dtype=dtype, scale=3.0)
         out, assert_intact = canary((rows, width), dtype, "cuda")
         assert GATED[name][0](x, out=out) is out
         assert_intact()
@@ -92,7 +88,7 @@ def test_gated_rows_are_as_accurate_as_torch_and_stay_in_bounds(name: str, dtype
 @pytest.mark.parametrize("name", ["gelu_residual", "silu_and_mul"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_the_same_among_few_and_among_many(dtype: torch.dtype, name: str) -> None:
-    x = random(2200, 2048, dtype=dtype)  # beyond 2^18 packs another kernel has them
+    x = normal(2200, 2048, dtype=dtype)  # beyond 2^18 packs another kernel has them
     out, assert_intact = canary((2200, 1024), dtype, "cuda")
     GATED[name][0](x, out=out)
     assert_intact()
@@ -113,7 +109,7 @@ def test_one_rounding_from_the_far_left_to_the_far_right(name: str, dtype: torch
 
 @EACH_GATED
 def test_nan_and_inf_stay_in_their_row(name: str) -> None:
-    x = random(9, 256)
+    x = normal(9, 256)
     alone = GATED[name][0](x)
     x[1, 3], x[2, 200], x[3], x[4, :128], x[5, 5] = math.nan, math.inf, -math.inf, 1e4, math.inf
     got = GATED[name][0](x)
@@ -129,7 +125,7 @@ def test_nan_and_inf_stay_in_their_row(name: str) -> None:
 @EACH_GATED
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_fp8_codes_and_scales_are_those_of_the_reference(name: str, dtype: torch.dtype, rows: int, width: int) -> None:
-    x = random(rows, 2 * width, dtype=dtype, scale=2.0)
+    x = normal(rows, 2 * width, dtype=dtype, scale=2.0)
     if rows > 2:
         x[1], x[2] = 0.0, math.nan
     codes, scale = FP8[name](x)
@@ -143,7 +139,7 @@ def test_fp8_codes_and_scales_are_those_of_the_reference(name: str, dtype: torch
 
 @pytest.mark.parametrize("width", LONG)
 def test_fp8_rows_of_any_length(width: int) -> None:
-    x = random(3, 2 * width)
+    x = normal(3, 2 * width)
     codes, scale = kestrel_moe.silu_and_mul_fp8(x)
     exact = exactly_gated("silu_and_mul", x)
     assert bool(((codes.double() * scale - exact).abs() <= scale * 16 * 1.01 + exact.abs() * 2**-4).all())
@@ -152,9 +148,9 @@ def test_fp8_rows_of_any_length(width: int) -> None:
 
 
 def test_strided_batches_and_views() -> None:
-    x = random(6, 40, 2 * 72)
+    x = normal(6, 40, 2 * 72)
     expected = kestrel_moe.gelu_residual(x.contiguous())
-    for view in (x[:, ::3], x[::2, 1:30], x.transpose(0, 1), random(5, 40, 200)[..., 1:145], random(144)):
+    for view in (x[:, ::3], x[::2, 1:30], x.transpose(0, 1), normal(5, 40, 200)[..., 1:145], normal(144)):
         got = kestrel_moe.gelu_residual(view)
         assert torch.equal(got, kestrel_moe.gelu_residual(view.contiguous().view(-1, 144)).view(got.shape))
     out = torch.empty(40, 6, 72, dtype=x.dtype, device="cuda").transpose(0, 1)
@@ -171,13 +167,13 @@ def test_strided_batches_and_views() -> None:
 def test_sums_are_those_of_the_reference_bit_for_bit(dtype: torch.dtype) -> None:
     for tokens, choices, width in ((0, 8, 64), (1, 8, 2048), (3, 1, 7), (16, 9, 2048), (257, 6, 60), (740, 8, 2048),
                                    (5, 0, 32), (4, 40, 1030)):  # fmt: skip
-        x = random(tokens, choices, width, dtype=dtype)
+        x = normal(tokens, choices, width, dtype=dtype)
         out, assert_intact = canary((tokens, width), dtype, "cuda")
         kestrel_moe.moe_sum(x, out)
         assert_intact()
         with backend("reference"):
             assert torch.equal(out, kestrel_moe.moe_sum(x))
-    wide = random(20, 8, 300, dtype=dtype)
+    wide = normal(20, 8, 300, dtype=dtype)
     for view in (wide[:, ::2, 4:260], wide[..., 1:250], wide.transpose(0, 1)):
         assert torch.equal(kestrel_moe.moe_sum(view), kestrel_moe.moe_sum(view.contiguous()))
 
@@ -191,9 +187,9 @@ def test_sums_are_those_of_the_reference_bit_for_bit(dtype: torch.dtype) -> None
 def test_few_tokens_are_as_accurate_as_the_vendor_s_product(
     outputs: int, width: int, dtype: torch.dtype, tokens: int
 ) -> None:
-    weight = random(outputs, width, dtype=dtype, scale=width**-0.5, seed=1)
-    bias = random(outputs, dtype=dtype, seed=2)
-    x = random(tokens, width, dtype=dtype)
+    weight = normal(outputs, width, dtype=dtype, scale=width**-0.5, seed=1)
+    bias = normal(outputs, dtype=dtype, seed=2)
+    x = normal(tokens, width, dtype=dtype)
     exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     out, assert_intact = canary((tokens, outputs), dtype, "cuda")
     kestrel_moe.gemv(x, weight, bias, out=out)
@@ -218,7 +214,7 @@ def test_logits_are_float32_sums_and_a_token_s_are_the_same_in_any_batch(
     experts: int, width: int, dtype: torch.dtype, tokens: int
 ) -> None:
     most = min(_max_router_tokens(dtype, experts, width), 800)
-    weight, x = random(experts, width, dtype=dtype, seed=1), random(most, width, dtype=dtype)
+    weight, x = normal(experts, width, dtype=dtype, seed=1), normal(most, width, dtype=dtype)
     with_all = kestrel_moe.router_gemm(x, weight)
     assert_exact_logits(with_all, x, weight)
     for start in (0, most - tokens) if tokens <= most else ():
@@ -230,7 +226,7 @@ def test_logits_are_float32_sums_and_a_token_s_are_the_same_in_any_batch(
 
 @pytest.mark.parametrize("tokens", [1, 5, 16, 20, 70])
 def test_logits_of_strided_rows_leave_what_lies_between_them(tokens: int) -> None:
-    x, weight = random(2 * 70, 1024 + 24)[::2, 8:1032], random(3 * 40, 1024 + 16)[::3, 16:]
+    x, weight = normal(2 * 70, 1024 + 24)[::2, 8:1032], normal(3 * 40, 1024 + 16)[::3, 16:]
     wide, assert_intact = canary((tokens, 47), torch.float32, "cuda")
     kestrel_moe.router_gemm(x[:tokens], weight, out=wide[:, 3:43])
     assert_intact()
@@ -241,7 +237,7 @@ def test_logits_of_strided_rows_leave_what_lies_between_them(tokens: int) -> Non
 
 @pytest.mark.parametrize("tokens", [3, 12, 60, 300])
 def test_nan_and_inf_of_a_token_stay_in_its_logits(tokens: int) -> None:
-    x, weight = random(tokens, 2880), random(72, 2880, seed=1)
+    x, weight = normal(tokens, 2880), normal(72, 2880, seed=1)
     clean = kestrel_moe.router_gemm(x, weight)
     x[1, 2879], x[2, :] = math.nan, math.inf
     logits = kestrel_moe.router_gemm(x, weight)
@@ -262,7 +258,7 @@ def test_many_tokens_or_experts_are_the_vendor_s_product_in_float32(
     tokens: int, width: int, experts: int, dtype: torch.dtype
 ) -> None:
     assert tokens > _max_router_tokens(dtype, experts, width)
-    x, weight = random(tokens, width, dtype=dtype), random(experts, width, dtype=dtype, seed=1)
+    x, weight = normal(tokens, width, dtype=dtype), normal(experts, width, dtype=dtype, seed=1)
     logits, assert_intact = canary((tokens, experts), torch.float32, "cuda")
     kestrel_moe.router_gemm(x, weight, out=logits)
     assert_intact()
@@ -276,11 +272,11 @@ def test_many_tokens_or_experts_are_the_vendor_s_product_in_float32(
 
 
 def test_gemv_of_a_token_is_the_same_among_any_others() -> None:
-    weight, x = random(70, 1000, seed=1), random(32, 1000)
+    weight, x = normal(70, 1000, seed=1), normal(32, 1000)
     y = torch.cat([kestrel_moe.gemv(x[i : i + 4], weight) for i in range(0, 32, 4)])
     for tokens in (1, 2, 3, 4):
         assert torch.equal(kestrel_moe.gemv(x[5 : 5 + tokens], weight), y[5 : 5 + tokens])
-    tall = random(2100, 1000, seed=3)  # more outputs take other blocks
+    tall = normal(2100, 1000, seed=3)  # more outputs take other blocks
     y_tall = kestrel_moe.gemv(x[:4], tall)
     assert all(torch.equal(kestrel_moe.gemv(x[i : i + 1], tall)[0], y_tall[i]) for i in range(4))
     x[7] = math.nan
@@ -292,8 +288,8 @@ def test_gemv_of_a_token_is_the_same_among_any_others() -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])
 @pytest.mark.parametrize(("outputs", "width"), [(1, 4), (17, 40), (64, 2048), (2100, 1000)])
 def test_few_tokens_in_float32_are_float32_sums(outputs: int, width: int, tokens: int) -> None:
-    weight, bias = random(outputs, width, dtype=torch.float32, seed=1), random(outputs, dtype=torch.float32, seed=2)
-    x = random(4, width, dtype=torch.float32)
+    weight, bias = normal(outputs, width, dtype=torch.float32, seed=1), normal(outputs, dtype=torch.float32, seed=2)
+    x = normal(4, width, dtype=torch.float32)
     out, assert_intact = canary((tokens, outputs), torch.float32, "cuda")
     kestrel_moe.gemv(x[:tokens], weight, bias, out=out)
     assert_intact()
@@ -326,7 +322,7 @@ EACH_CALL = pytest.mark.parametrize("name", CALLS)
 
 
 def arguments(name: str, offset: float = 0.0) -> list[Tensor]:
-    return [random(*shape) + offset for shape in CALLS[name][1]]
+    return [normal(*shape) + offset for shape in CALLS[name][1]]
 
 
 def assert_same(got: object, expected: object) -> None:
@@ -381,7 +377,7 @@ def test_an_input_written_by_the_launch_just_before_is_read_after_the_wait(name:
 def test_a_row_stride_past_two_to_the_31(name: str) -> None:
     stride = 2**31 + 64
     buffer = torch.empty(stride + 4096, dtype=torch.bfloat16, device="cuda")
-    buffer[:4096], buffer[stride:] = random(4096), random(4096) + 1
+    buffer[:4096], buffer[stride:] = normal(4096), normal(4096) + 1
     x = buffer.as_strided((2, 2048), (stride, 1))
     if name == "moe_sum":
         x = buffer.as_strided((2, 4, 512), (stride, 512, 1))

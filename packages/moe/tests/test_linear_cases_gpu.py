@@ -9,7 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from kestrel_moe import fused_linear_residual, fused_mlp
-from kestrel_runtime.testing import assert_close_to_f64, assert_same_bits, canary, large_allocation
+from kestrel_runtime.testing import (
+    ROW_KINDS,
+    assert_close_to_f64,
+    assert_same_bits,
+    canary,
+    large_allocation,
+    normal,
+    rows_of,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
@@ -19,29 +27,10 @@ WIDTH, INNER = 1152, 2048
 Tensor = torch.Tensor
 
 
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0, seed: int = 0) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
-    return (scale * torch.randn(shape, generator=generator, device="cuda")).to(dtype)
-
-
-def rows(value: str, count: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Rows of x that all have this kind of value."""
-    x = random(count, columns, dtype=torch.float32)
-    if value == "large":
-        x = x.clamp(-3, 3) * 1e4
-    elif value == "denormal":
-        x *= torch.finfo(dtype).smallest_normal / 8
-    elif value == "zero":
-        x.zero_()
-    elif value == "equal":
-        x.fill_(0.3)
-    return x.to(dtype)
-
-
 def mlp(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    w1 = random(INNER, WIDTH, dtype=dtype, scale=WIDTH**-0.5, seed=1)
-    w2 = random(WIDTH, INNER, dtype=dtype, scale=INNER**-0.5, seed=2)
-    return w1, random(INNER, dtype=dtype, seed=3), w2, random(WIDTH, dtype=dtype, seed=4)
+    w1 = normal(INNER, WIDTH, dtype=dtype, scale=WIDTH**-0.5, seed=1)
+    w2 = normal(WIDTH, INNER, dtype=dtype, scale=INNER**-0.5, seed=2)
+    return w1, normal(INNER, dtype=dtype, seed=3), w2, normal(WIDTH, dtype=dtype, seed=4)
 
 
 def by_torch(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, residual: Tensor, activation: str) -> Tensor:
@@ -49,15 +38,16 @@ def by_torch(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, residual
     return F.linear(h, w2, b2) + residual
 
 
-VALUES = pytest.mark.parametrize("value", ["large", "denormal", "zero", "equal"])
+VALUES = pytest.mark.parametrize("value", ROW_KINDS)
 
 
 @VALUES
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_layer_of_rows_of_any_value(dtype: torch.dtype, tokens: int, value: str) -> None:
-    x, weight = rows(value, tokens, WIDTH, dtype), random(1000, WIDTH, dtype=dtype, scale=WIDTH**-0.5, seed=1)
-    bias, residual = random(1000, dtype=dtype, seed=2), random(tokens, 1000, dtype=dtype, seed=3)
+    x = rows_of(value, normal(tokens, WIDTH, dtype=torch.float32), dtype)
+    weight = normal(1000, WIDTH, dtype=dtype, scale=WIDTH**-0.5, seed=1)
+    bias, residual = normal(1000, dtype=dtype, seed=2), normal(tokens, 1000, dtype=dtype, seed=3)
     out, assert_intact = canary((tokens, 1000), dtype, "cuda")
     fused_linear_residual(x, weight, bias, residual, out=out)
     assert_intact()
@@ -70,8 +60,8 @@ def test_a_layer_of_rows_of_any_value(dtype: torch.dtype, tokens: int, value: st
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_an_mlp_of_rows_of_any_value(dtype: torch.dtype, tokens: int, activation: str, value: str) -> None:
-    x, weights = rows(value, tokens, WIDTH, dtype), mlp(dtype)
-    residual = random(tokens, WIDTH, dtype=dtype, seed=5)
+    x, weights = rows_of(value, normal(tokens, WIDTH, dtype=torch.float32), dtype), mlp(dtype)
+    residual = normal(tokens, WIDTH, dtype=dtype, seed=5)
     out, assert_intact = canary((tokens, WIDTH), dtype, "cuda")
     fused_mlp(x, *weights, residual, activation=activation, out=out)
     assert_intact()
@@ -83,9 +73,9 @@ def test_an_mlp_of_rows_of_any_value(dtype: torch.dtype, tokens: int, activation
 @pytest.mark.parametrize("tokens", [3, 16, 40, 257, 740, 4096])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_inf_and_nan_stay_in_their_row(dtype: torch.dtype, tokens: int, value: float) -> None:
-    x, weights = random(tokens, WIDTH, dtype=dtype), mlp(dtype)
-    residual = random(tokens, WIDTH, dtype=dtype, seed=5)
-    layer = weights[0], weights[1], random(tokens, INNER, dtype=dtype, seed=6)
+    x, weights = normal(tokens, WIDTH, dtype=dtype), mlp(dtype)
+    residual = normal(tokens, WIDTH, dtype=dtype, seed=5)
+    layer = weights[0], weights[1], normal(tokens, INNER, dtype=dtype, seed=6)
     want = fused_linear_residual(x, *layer), fused_mlp(x, *weights, residual)
     x[1, 700], x[2] = value, value
     for clean, got in zip(want, (fused_linear_residual(x, *layer), fused_mlp(x, *weights, residual)), strict=True):
@@ -98,11 +88,11 @@ def test_inf_and_nan_stay_in_their_row(dtype: torch.dtype, tokens: int, value: f
 @pytest.mark.parametrize("tokens", [3, 16, 40, 257, 740])
 def test_a_row_does_not_depend_on_the_others(tokens: int) -> None:
     """For one number of rows, which the docstrings promise."""
-    x, weights, residual = random(tokens, WIDTH), mlp(torch.bfloat16), random(tokens, WIDTH, seed=5)
-    layer = weights[0], weights[1], random(tokens, INNER, seed=6)
+    x, weights, residual = normal(tokens, WIDTH), mlp(torch.bfloat16), normal(tokens, WIDTH, seed=5)
+    layer = weights[0], weights[1], normal(tokens, INNER, seed=6)
     want = fused_linear_residual(x, *layer), fused_mlp(x, *weights, residual)
     for row in (0, tokens // 2, tokens - 1):
-        others = random(tokens, WIDTH, scale=3, seed=7)
+        others = normal(tokens, WIDTH, scale=3, seed=7)
         others[row] = x[row]
         got = fused_linear_residual(others, *layer), fused_mlp(others, *weights, residual)
         for a, b in zip(got, want, strict=True):
@@ -113,7 +103,7 @@ def test_a_row_does_not_depend_on_the_others(tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [3, 24, 130, 400, 4096])
 def test_rows_of_an_mlp_beyond_two_to_the_31_elements(tokens: int) -> None:
     stride = 2**31 // (tokens - 1) // 8 * 8 + 8
-    weights, x, residual = mlp(torch.bfloat16), random(tokens, WIDTH), random(tokens, WIDTH, seed=5)
+    weights, x, residual = mlp(torch.bfloat16), normal(tokens, WIDTH), normal(tokens, WIDTH, seed=5)
     want = fused_mlp(x, *weights, residual)
     buffer = torch.empty((tokens - 1) * stride + 3 * WIDTH, dtype=x.dtype, device="cuda")
     far_x, far_residual, out = (buffer.as_strided((tokens, WIDTH), (stride, 1), i * WIDTH) for i in range(3))
@@ -125,10 +115,10 @@ def test_rows_of_an_mlp_beyond_two_to_the_31_elements(tokens: int) -> None:
 @large_allocation(gib=8)
 def test_a_weight_of_more_than_two_to_the_31_elements() -> None:
     outputs, width = 65544, 32776
-    weight = random(64, width, scale=width**-0.5, seed=1).repeat(1025, 1)[:outputs]
+    weight = normal(64, width, scale=width**-0.5, seed=1).repeat(1025, 1)[:outputs]
     last = weight[-64:]
     for tokens in (1, 3, 16, 40, 130, 1030):
-        x, residual = random(tokens, width), random(tokens, outputs, seed=2)
+        x, residual = normal(tokens, width), normal(tokens, outputs, seed=2)
         got = fused_linear_residual(x, weight, None, residual)[:, -64:]
         added = residual[:, -64:]
         exact = F.linear(x.double(), last.double()) + added.double()

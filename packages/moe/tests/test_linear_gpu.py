@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import kestrel_moe
 from kestrel_moe import linear
 from kestrel_moe._dense_plan import Kernel, Plan
-from kestrel_runtime.testing import assert_close_to_f64, canary, large_allocation
+from kestrel_runtime.testing import assert_close_to_f64, canary, large_allocation, normal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
@@ -54,18 +54,13 @@ SIZES = [
 Tensor = torch.Tensor
 
 
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0, seed: int = 0) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
-    return (scale * torch.randn(shape, generator=generator, device="cuda")).to(dtype)
-
-
 def layer(tokens: int, width: int, outputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    weight = random(outputs, width, dtype=dtype, scale=max(width, 1) ** -0.5, seed=1)
+    weight = normal(outputs, width, dtype=dtype, scale=max(width, 1) ** -0.5, seed=1)
     return (
-        random(tokens, width, dtype=dtype),
+        normal(tokens, width, dtype=dtype),
         weight,
-        random(outputs, dtype=dtype, seed=2),
-        random(tokens, outputs, dtype=dtype, seed=3),
+        normal(outputs, dtype=dtype, seed=2),
+        normal(tokens, outputs, dtype=dtype, seed=3),
     )
 
 
@@ -227,8 +222,8 @@ def test_threads_with_streams_of_their_own_get_their_own_bias_and_residual(
     monkeypatch.setattr(linear, "choose", lambda x, outputs, width: VENDOR_EPILOGUE)
     monkeypatch.setattr(linear, "by_vendor", None)
     x, weight, _, _ = layer(257, 512, 264, torch.bfloat16)
-    biases = [random(264, seed=seed) for seed in range(12)]
-    residuals = [random(257, 264, seed=50 + seed) for seed in range(12)]
+    biases = [normal(264, seed=seed) for seed in range(12)]
+    residuals = [normal(257, 264, seed=50 + seed) for seed in range(12)]
     expected = [
         kestrel_moe.fused_linear_residual(x, weight, bias, residual)
         for bias, residual in zip(biases, residuals, strict=True)
@@ -259,7 +254,7 @@ def test_a_captured_product_keeps_the_bias_that_it_was_captured_with(monkeypatch
     monkeypatch.setattr(linear, "choose", lambda x, outputs, width: VENDOR_EPILOGUE)
     monkeypatch.setattr(linear, "by_vendor", None)
     x, weight, bias, residual = layer(257, 512, 264, torch.bfloat16)
-    other = random(264, seed=7)
+    other = normal(264, seed=7)
     expected = kestrel_moe.fused_linear_residual(x, weight, bias, residual)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -294,8 +289,8 @@ def test_the_first_call_of_the_vendor_s_epilogue_may_be_captured() -> None:
 @pytest.mark.parametrize("tokens", [1, 3, 40, 300])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strided_rows_and_rows_that_are_not_aligned(dtype: torch.dtype, tokens: int) -> None:
-    x, weight = random(2 * tokens, 600, dtype=dtype), random(3 * 64, 600, dtype=dtype, scale=0.05, seed=1)
-    residual = random(tokens, 200, dtype=dtype, seed=2)
+    x, weight = normal(2 * tokens, 600, dtype=dtype), normal(3 * 64, 600, dtype=dtype, scale=0.05, seed=1)
+    residual = normal(tokens, 200, dtype=dtype, seed=2)
     for start in (0, 8, 3):  # from 3 on nothing is aligned
         views = x[::2, start : start + 512], weight[::3, start : start + 512], None, residual[:, start : start + 64]
         expected = kestrel_moe.fused_linear_residual(*(None if v is None else v.contiguous() for v in views))
@@ -348,7 +343,7 @@ def test_nan_and_inf_of_a_token_stay_in_its_row(tokens: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_result_that_overlaps_an_input_is_refused(dtype: torch.dtype, overlap: str) -> None:
     x, w1, b1, _ = layer(40, 64, 64, dtype)
-    shared = random(41, 64, dtype=dtype)
+    shared = normal(41, 64, dtype=dtype)
     args: dict[str, Any] = {"x": x, "w1": w1, "b1": b1, "w2": w1, "b2": b1, "residual": x.clone()}
     args[overlap] = shared[:40]
     before = shared.clone()
@@ -361,7 +356,7 @@ def test_a_result_that_overlaps_an_input_is_refused(dtype: torch.dtype, overlap:
 def test_a_bias_may_start_anywhere(tokens: int) -> None:
     x, weight, _, residual = layer(tokens, 512, 64, torch.bfloat16)
     for start in (1, 4):
-        bias = random(64 + start, seed=2)[start:]
+        bias = normal(64 + start, seed=2)[start:]
         exact = F.linear(x.double(), weight.double(), bias.double()) + residual.double()
         got = kestrel_moe.fused_linear_residual(x, weight, bias, residual)
         assert_close_to_f64(got, exact, F.linear(x, weight, bias) + residual)

@@ -8,11 +8,18 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from w4_cases import exact_weight, random, weight
 
-from kestrel_quant import W4Weight, reference, w4a16_linear, w4a16_token
-from kestrel_quant.w4a16 import from_codes
+from kestrel_quant import W4Weight, w4a16_linear, w4a16_token
 from kestrel_runtime import backend
-from kestrel_runtime.testing import assert_close_to_f64, assert_same_bits, canary, large_allocation
+from kestrel_runtime.testing import (
+    ROW_KINDS,
+    assert_close_to_f64,
+    assert_same_bits,
+    canary,
+    large_allocation,
+    rows_of,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
@@ -21,37 +28,7 @@ HALVES = (torch.bfloat16, torch.float16)
 TOKENS = (1, 3, 16, 40, 257, 740, 4096, 4100)
 
 
-def weight(n: int, k: int, group: int, dtype: torch.dtype, symmetric: bool = True) -> W4Weight:
-    g = torch.Generator("cuda").manual_seed(n + k)
-    codes = torch.randint(0, 16, (n, k), generator=g, device="cuda")
-    scales = ((torch.rand(n, k // group, generator=g, device="cuda") + 0.5) / 4 / k**0.5).to(dtype)
-    zeros = None if symmetric else torch.randint(0, 17, (n, k // group), generator=g, device="cuda")
-    return from_codes(codes, scales, group, zeros)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
-
-
-def exact_weight(w: W4Weight) -> torch.Tensor:
-    return reference.w4_dequant(w.codes, w.scales, w.zeros, w.group_size, torch.float32)[:, : w.shape[1]].double()
-
-
-def rows(value: str, count: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of x that all have this kind of value."""
-    x = random(count, columns, dtype=torch.float32, seed=count)
-    if value == "large":
-        x = x.clamp(-3, 3) * 1e4
-    elif value == "denormal":
-        x *= torch.finfo(dtype).smallest_normal / 8
-    elif value == "zero":
-        x.zero_()
-    elif value == "equal":
-        x.fill_(0.3)
-    return x.to(dtype)
-
-
-VALUES = pytest.mark.parametrize("value", ["large", "denormal", "zero", "equal"])
+VALUES = pytest.mark.parametrize("value", ROW_KINDS)
 
 
 def assert_within(got: torch.Tensor, x: torch.Tensor, w: W4Weight, bias: torch.Tensor | None = None) -> None:
@@ -75,7 +52,8 @@ def assert_within(got: torch.Tensor, x: torch.Tensor, w: W4Weight, bias: torch.T
     ("dtype", "symmetric"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)]
 )
 def test_rows_of_any_value(dtype: torch.dtype, symmetric: bool, tokens: int, value: str) -> None:
-    w, x = weight(1000, 2048, 128, dtype, symmetric), rows(value, tokens, 2048, dtype)
+    w = weight(1000, 2048, 128, dtype, symmetric)
+    x = rows_of(value, random(tokens, 2048, dtype=torch.float32, seed=tokens), dtype)
     out, assert_intact = canary((tokens, 1000), dtype, "cuda")
     w4a16_linear(x, w, out=out)
     assert_intact()
@@ -87,7 +65,8 @@ def test_rows_of_any_value(dtype: torch.dtype, symmetric: bool, tokens: int, val
 @VALUES
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_token_of_any_value(dtype: torch.dtype, value: str) -> None:
-    w, x, bias = weight(1008, 2048, 128, dtype), rows(value, 1, 2048, dtype), random(1008, dtype=dtype)
+    w, bias = weight(1008, 2048, 128, dtype), random(1008, dtype=dtype)
+    x = rows_of(value, random(1, 2048, dtype=torch.float32, seed=1), dtype)
     out, assert_intact = canary((1, 1008), dtype, "cuda")
     w4a16_token(x, w, bias, out=out)
     assert_intact()

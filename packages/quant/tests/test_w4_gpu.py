@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from w4_cases import random
+from w4_cases import weight as of_size
 
 from kestrel_quant import W4Weight, pack_w4, reference, w4a16_linear
 from kestrel_quant._launch import kernels
@@ -135,16 +138,7 @@ def ranges_of_same_bits(forced: Plan) -> list[range]:
     return [range(1 + first, 1 + first + of_tile) for first in (0, of_tile, 2 * of_tile)]
 
 
-def weight(n: int, k: int, group: int, dtype: torch.dtype, symmetric: bool = True) -> W4Weight:
-    g = torch.Generator("cuda").manual_seed(n + k)
-    codes = torch.randint(0, 16, (n, k), generator=g, device="cuda")
-    scales = ((torch.rand(n, k // group, generator=g, device="cuda") + 0.5) / 64).to(dtype)
-    zeros = None if symmetric else torch.randint(0, 17, (n, k // group), generator=g, device="cuda")
-    return from_codes(codes, scales, group, zeros)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
+weight = partial(of_size, size=1 / 64)
 
 
 @pytest.mark.parametrize("of", FORMS.values(), ids=FORMS)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from w4_cases import random, weight
 
-from kestrel_quant import W4Weight, pack_w4, reference, w4a16_token, w4a16_token_covers
-from kestrel_quant.w4a16 import from_codes
+from kestrel_quant import pack_w4, reference, w4a16_token, w4a16_token_covers
 from kestrel_runtime import UnsupportedError
 from kestrel_runtime.testing import (
     assert_runs_repeat,
@@ -27,18 +27,6 @@ SHAPES = [
     *((6144, 4096, 128), (4096, 14336, 128), (28672, 4096, 128), (4096, 8192, 512), (37888, 3584, 128)),
 ]
 ACTIVATIONS = ("none", "silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul")
-
-
-def weight(n: int, k: int, group: int, dtype: torch.dtype, symmetric: bool) -> W4Weight:
-    g = torch.Generator("cuda").manual_seed(n + k)
-    codes = torch.randint(0, 16, (n, k), generator=g, device="cuda")
-    scales = ((torch.rand(n, k // group, generator=g, device="cuda") + 0.5) / 4 / k**0.5).to(dtype)
-    zeros = None if symmetric else torch.randint(0, 17, (n, k // group), generator=g, device="cuda")
-    return from_codes(codes, scales, group, zeros)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -326,14 +326,7 @@ class PrefillFull(PrefillHopper):
                 hopper.wgmma_wait(0)
                 self.order(rOut)
                 self.release(pipe.values_empty, last_stage, lane)
-                tries = Int32(0)
-                while tries < 2:
-                    moves = self.weigh_by_last_base(rScore, rP, sums, rTile, scale)
-                    tries = cutlass.select_(moves, tries + 1, Int32(2))
-                    for _ in cutlass.range(once_if(tries == 1), unroll=1):
-                        self.move_bases(rScore, sums, rTile, scale)
-                for r in cutlass.range_constexpr(2):
-                    sums.rSum[r] += rTile[r]
+                self.weigh_lazily(rScore, rP, sums, rTile, scale)
                 n += 1
             used += num_tiles
             works += 1

@@ -106,14 +106,7 @@ class HopperLoop(HopperProducer):
                 hopper.wgmma_wait(0)
                 self.order(rOut)
                 self.release(pipe.values_empty, last_stage, lane)
-                tries = Int32(0)
-                while tries < 2:
-                    moves = self.weigh_by_last_base(rScore, rP, sums, rTile, scale)
-                    tries = cutlass.select_(moves, tries + 1, Int32(2))
-                    for _ in cutlass.range(once_if(tries == 1), unroll=1):
-                        self.move_bases(rScore, sums, rTile, scale)
-                for r in cutlass.range_constexpr(2):
-                    sums.rSum[r] += rTile[r]
+                self.weigh_lazily(rScore, rP, sums, rTile, scale)
             else:
                 self.update_base(rScore, sums, rFactor, scale)
                 hopper.wgmma_wait(0)
@@ -439,6 +432,18 @@ class HopperLoop(HopperProducer):
                 for e in cutlass.range_constexpr(2):
                     i = cutlass.const_expr(4 * n + 2 * r + e)
                     rScore[i] = ptx.fma(rScore[i], scale[r], base)
+
+    @cute.jit
+    def weigh_lazily(self, rScore, rP, sums: Sums, rTile, scale):
+        """Weigh a tile by the bases before it, and again by its own where one must move; add up its weights."""
+        tries = Int32(0)
+        while tries < 2:
+            moves = self.weigh_by_last_base(rScore, rP, sums, rTile, scale)
+            tries = cutlass.select_(moves, tries + 1, Int32(2))
+            for _ in cutlass.range(once_if(tries == 1), unroll=1):
+                self.move_bases(rScore, sums, rTile, scale)
+        for r in cutlass.range_constexpr(2):
+            sums.rSum[r] += rTile[r]
 
     @cute.jit
     def weigh_by_last_base(self, rScore, rP, sums: Sums, rTile, scale):

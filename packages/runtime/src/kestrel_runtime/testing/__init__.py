@@ -13,6 +13,7 @@ A family's conftest.py makes the plugin available with one line, wherever the te
 | `launches` | CUDA graphs, chains of dependent launches |
 | `memory` | large tensors on a GPU that several processes share |
 | `random_cases` | kernel against reference on random calls, within a time budget |
+| `values` | random values on a GPU, rows of large, denormal and equal values |
 """
 
 from .buffers import LAYOUTS, canaries, canary, in_layout, poison, twins
@@ -44,12 +45,14 @@ from .launches import assert_waits_for_the_launch_before, graph_replay
 from .memory import large_allocation
 from .plugin import kernels_only, pytest_collection_modifyitems, pytest_configure
 from .random_cases import RandomCase, by_reference, compare_at_random
+from .values import ROW_KINDS, normal, rows_of
 
 __all__ = [
     "LAYOUTS",
     "ODD_VALUES",
     "OPCHECK_TESTS",
     "REFUSAL_PATHS",
+    "ROW_KINDS",
     "BadInput",
     "RandomCase",
     "assert_close_to_f64",
@@ -72,12 +75,14 @@ __all__ = [
     "in_layout",
     "kernels_only",
     "large_allocation",
+    "normal",
     "odd_calls",
     "opcheck",
     "poison",
     "pytest_collection_modifyitems",
     "pytest_configure",
     "refusal_params",
+    "rows_of",
     "skip_without_binary",
     "twins",
     "ulp_distance",
