@@ -339,7 +339,7 @@ def prompt(options: argparse.Namespace) -> Json:
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(PRESETS[options.preset].vocabulary, (options.tokens,), generator=generator).tolist()
     for experts in options.experts:
-        weights = None  # frees the memory first
+        weights = decoder = None  # frees the memory first
         weights = weights_with(options.preset, experts, device)
         for kind in options.kv_cache:
             decoder, times = Decoder(weights, PagedCache(weights, len(text), kind=kind)), []

@@ -8,6 +8,7 @@ import pytest
 import torch
 from bounds import ROUNDING, assert_lse_alike
 from decode_oracle import KINDS, Call, Result, made, same_bits
+from prefill_oracle import assert_exact_over_cache
 
 from kestrel_attention import MORE_WARPS, flash_attn_with_kvcache
 from kestrel_runtime.testing import graph_replay
@@ -51,6 +52,17 @@ def check(call: Call, **how: Any) -> None:
 def test_caches_and_groups(heads, kv_heads, size, queries, kind, dtype):
     """Of one warp's rows, and of thread blocks of several row blocks."""
     check(made(kind, heads, kv_heads, size, 64, LENGTHS, queries, dtype), causal=True)
+
+
+@pytest.mark.parametrize("kind", ["same", "e4m3", "e5m2"])
+@pytest.mark.parametrize("queries", [1, 4])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(64, 8, 64), (16, 2, 128)])
+def test_decode_with_sinks_is_exact(heads, kv_heads, size, queries, kind):
+    call = made(kind, heads, kv_heads, size, 16, (2048, 0, 54, -1, 1, 512), queries)
+    torch.manual_seed(1)
+    for how in ({}, {"window_size": (127, 0)}):
+        given = {"causal": True, "sinks": torch.randn(heads, device="cuda") * 3, **how}
+        assert_exact_over_cache(call, call.run(**given), given)
 
 
 @pytest.mark.parametrize("size", [72, 80, 96, 192, 320, 512])

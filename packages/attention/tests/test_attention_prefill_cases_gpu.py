@@ -1,4 +1,4 @@
-"""Prefill on a GPU: calls without visible keys, cache layouts, many query heads, sinks of few queries, many codes."""
+"""Prefill on a GPU: calls without visible keys, cache layouts, many query heads, many codes."""
 
 from __future__ import annotations
 
@@ -72,17 +72,6 @@ def test_the_layout_of_a_cache_changes_no_bit(kind, size, page, layout):
 def test_up_to_32_query_heads_share_keys(heads, kv_heads, size, kind):
     call = made(kind, heads, kv_heads, size, 16, (300, 5, 90), queries=40)
     assert_exact_over_cache(call, call.run(causal=True), {"causal": True})
-
-
-@pytest.mark.parametrize("kind", ["same", "e4m3", "e5m2"])  # integers: test_attention_decode_sinks_gpu.py
-@pytest.mark.parametrize("queries", [1, 4])
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(64, 8, 64), (16, 2, 128)])
-def test_few_queries_with_sinks(heads, kv_heads, size, queries, kind):
-    call = made(kind, heads, kv_heads, size, 16, (2048, 0, 54, -1, 1, 512), queries)
-    torch.manual_seed(1)
-    for how in ({}, {"window_size": (127, 0)}):
-        given = {"causal": True, "sinks": torch.randn(heads, device="cuda") * 3, **how}
-        assert_exact_over_cache(call, call.run(**given), given)
 
 
 @pytest.mark.parametrize("values", ["normal", "positive"])

@@ -15,6 +15,7 @@
 
 #include "experts_loader.cuh"
 #include "experts_mma.cuh"
+#include "experts_pairs.cuh"
 #include "experts_quantiser.cuh"
 #include "experts_rows.cuh"
 #include "experts_tile.cuh"

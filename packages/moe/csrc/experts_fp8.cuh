@@ -2,14 +2,13 @@
 //
 // A tile is 128 tokens of one expert by 256 weight rows (up: 128 of each half of w1). A warp schedules, a thread loads
 // weights by TMA and x by bulk copies: x and the hidden layer lie in the form of stages, [token tile][128
-// columns][token] [128 codes, swizzled]. The hidden layer has a scale for each token and 128 columns, [token tile][128
+// columns][token][128 codes, swizzled]. The hidden layer has a scale for each token and 128 columns, [token tile][128
 // columns][token]. Each of two consumer warpgroups multiplies 64 tokens, from registers, by all rows, in units of 64
 // rows and 128 of K: a unit is added to the second accumulator while the next one runs. The warpgroups share no
 // barrier, so that the epilogue of one runs beside the products of the other.
 #pragma once
 
 #include <kestrel/pdl.cuh>
-#include <kestrel/ptx/cluster.cuh>
 #include <kestrel/ptx/matrix.cuh>
 #include <kestrel/ptx/mbarrier.cuh>
 #include <kestrel/ptx/shared.cuh>
@@ -104,10 +103,9 @@ struct Fp8Units {
 template <typename R, Projection PROJECTION, typename TILE>
 struct Fp8Roles {
   using Tile = TILE;
-  using W = __nv_fp8_e4m3;
   static constexpr bool up = PROJECTION == Projection::up, fp8 = true;
   static constexpr int assistant_warps = 1;
-  static constexpr int S = Tile::stages, C = Tile::cluster, U = Tile::my_tokens, B = Tile::blocks;
+  static constexpr int S = Tile::stages, U = Tile::my_tokens, B = Tile::blocks;
   static constexpr int channels = up ? Tile::half_rows : Tile::rows;  // of the result, for a tile
   using Shared = Fp8Shared<Tile>;
   using Entry = typename Shared::Entry;

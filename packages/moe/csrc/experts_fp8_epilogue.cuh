@@ -4,7 +4,6 @@
 
 #include <kestrel/fp8.cuh>
 #include <kestrel/ptx/matrix.cuh>
-#include <kestrel/ptx/mbarrier.cuh>
 #include <kestrel/ptx/shared.cuh>
 #include <kestrel/ptx/tma.cuh>
 
@@ -92,7 +91,7 @@ struct Fp8Epilogue {
   __device__ __forceinline__ void store_codes() {
     float largest[2] = {0.f, 0.f};
     gate_tile<GATE>(largest);
-    if (lane == 0) {  // the codes before
+    if (lane == 0) {  // the codes of the tile before have been copied
       signal_tile(p, unsignalled);
       ptx::bulk_wait_read<0>();
     }

@@ -26,9 +26,11 @@ namespace kestrel::moe {
 
 constexpr int kFusedChoices = 8, kFusedExperts = 1024;  // at most; experts are bits in the lanes of a warp
 constexpr int kFusedWidth = 8192;                       // of the longest rows, in scales of 128 columns
-constexpr int kFusedStages = 8, kFusedStagesFp8 = 7, kFusedFewestStages = 4;  // more would delay the first products
-constexpr int kBarrierOfFused = 1;                                            // named barrier of the consumers
-constexpr int kRawBytes = 32 * 1024;                                          // of rows of x before quantisation
+constexpr int kFusedStages = 8, kFusedStagesFp8 = 7;    // at most: deeper rings are slower
+constexpr int kFusedFewestStages = 4;
+static_assert(kFusedStagesFp8 <= kFusedStages, "the barriers of all stages");
+constexpr int kBarrierOfFused = 1;    // named barrier of the consumers
+constexpr int kRawBytes = 32 * 1024;  // of rows of x before quantisation
 constexpr int kFusedSumThreads = 256, kFusedSumOutputs = 64;
 constexpr int kBlocksInFlight = 16;  // loads of a thread of the sum
 

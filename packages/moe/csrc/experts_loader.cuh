@@ -41,7 +41,7 @@ struct TokenTiles {
 template <typename Config>
 using StageScales = float[Config::fp8 && !Config::Tile::quantises ? Config::Tile::stages : 1][Config::Tile::tokens];
 
-// The loads of a CTA, num_stages - group_stages stages ahead of the MMAs, with an item and a step of their own.
+// The loads of a CTA, `ahead` stages ahead of the MMAs, with an item and a step of their own.
 //
 // A warp copies four rows of 128 bytes at a time. For mma.sync the 64-byte halves of odd rows are swapped, so that
 // fragments are read without bank conflicts; wgmma has its own swizzle. What does not exist becomes zeros.
@@ -178,7 +178,7 @@ struct StageLoader {
     }
   }
 
-  // The stages after `from` that `consumed` ones from there on leave free.
+  // Loads as many stages as are consumed from `from` on, into those of the group before it, which all warps have read.
   __device__ __forceinline__ void load_ahead(int from, int consumed) {
 #pragma unroll
     for (int i = 0; i < Config::group_stages; ++i) {

@@ -9,10 +9,7 @@
 // scale_position().
 #pragma once
 
-#include <kestrel/fp8.cuh>
-#include <kestrel/pack.cuh>
 #include <kestrel/pdl.cuh>
-#include <kestrel/ptx/cluster.cuh>
 #include <kestrel/ptx/cp_async.cuh>
 #include <kestrel/ptx/mbarrier.cuh>
 #include <kestrel/ptx/named_barrier.cuh>
@@ -37,7 +34,7 @@ template <typename W, typename R, Projection PROJECTION, typename TILE>
 struct TmaRoles {
   using Tile = TILE;
   static constexpr bool up = PROJECTION == Projection::up, fp8 = std::is_same_v<W, __nv_fp8_e4m3>;
-  static constexpr int element = fp8 ? 1 : 2, S = Tile::stages, C = Tile::cluster;
+  static constexpr int element = fp8 ? 1 : 2, S = Tile::stages;
   static constexpr int channels = up ? Tile::half_rows : Tile::rows;  // of the result, for a tile
   static constexpr int lag = fp8 ? 2 : 0;                             // stages between a copy and its signal
   static constexpr int assistant_warps = Tile::gatherers / 32;
@@ -103,11 +100,11 @@ struct TmaRoles {
     pdl_trigger();
     const int thread = threadIdx.x - 64, row = thread / 8, pack = thread % 8;
     const uint32_t to = ring + (Tile::rows + row) * kLineBytes + (pack ^ row) * 16;
-    // With FP8 these warps fence the copies of a step for wgmma, `lag` steps after they have issued them, and signal
-    // the step; with 16 bits the copies signal it themselves, and the consumers fence.
     // Rows that a thread looks up at once.
     constexpr int batch = Tile::tokens < 64 ? Tile::tokens / 8 : Tile::tokens % 64 ? 5 : 8;
     static_assert(Tile::tokens % (8 * batch) == 0, "whole batches");
+    // With FP8 these warps fence the copies of a step for wgmma, `lag` steps after they have issued them, and signal
+    // the step; with 16 bits the copies signal it themselves, and the consumers fence.
     int behind = 0, signalled = 0;  // steps that are not signalled, and the stage of the first of them
     const auto signal = [&]() {
       ptx::fence_proxy_async();

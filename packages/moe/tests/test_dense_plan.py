@@ -146,6 +146,8 @@ def test_large_layers_take_the_largest_tile_where_waves_are_full(
         (64, 4104, 4096, Plan(Kernel.VENDOR)),
         (2047, 4096, 14336, Plan(Kernel.VENDOR)),
         (2048, 4096, 14336, Plan(Kernel.VENDOR_EPILOGUE)),
+        (2499, 5120, 5120, Plan(Kernel.VENDOR)),
+        (2500, 5120, 5120, Plan(Kernel.VENDOR_EPILOGUE)),
         (2048, 1152, 4304, Plan(Kernel.VENDOR)),
         (3600, 1152, 4304, Plan(Kernel.VENDOR_EPILOGUE)),
         (2047, 1152, 4609, Plan(Kernel.VENDOR)),

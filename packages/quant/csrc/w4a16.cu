@@ -89,10 +89,9 @@ void launch_tile(W4Params p, DLDevice device, int most_splits = kMaxSplits) {
 
 // Whether CTAs of half an SM are faster: one or two of them for each 64 rows fill the GPU once, or take fewer waves
 // than CTAs of an SM, and the next launch starts beside them. The limits are those measured on an H200: EXPERIMENTS.md,
-// "Few tokens: x in shared memory".
-bool half_fits(const W4Params& p, DLDevice device) {
+// "Few tokens: CTAs of half an SM".
+bool half_fits(const W4Params& p, int sms, DLDevice device) {
   if (device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) != 9) return false;
-  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
   const auto within = [&](int least, int most) { return p.outputs > least * sms && p.outputs <= most * sms; };
   if (p.steps <= 16 && within(32, 64)) return true;
   if (p.steps <= 20 && within(15, 22)) return true;
@@ -106,7 +105,7 @@ void launch_group(const W4Params& p, DLDevice device) {
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
   const bool wide = p.outputs > 96 * sms;
   if constexpr (GROUP == 128) {
-    const bool half = p.tokens <= 16 && half_fits(p, device);
+    const bool half = p.tokens <= 16 && half_fits(p, sms, device);
     if (p.tokens <= 8 && half) return launch_tile<T, GROUP, Tile8Half, Tile16Half>(p, device, 2);
     if (half) return launch_tile<T, GROUP, Tile16Half, Tile16Half>(p, device, 2);
     // 32 rows need no cluster. Beyond 48 steps a CTA has more than its pipeline stages hold.

@@ -66,7 +66,8 @@ struct W4Tile {
   static constexpr int stages = STAGES_;
   static constexpr int tokens = 8 * n_tiles;
   static constexpr bool subnormal_codes = m_tiles < 4 || n_tiles == 1;  // where they are a gain
-  static constexpr bool predicated_x = n_tiles == 2 || (n_tiles == 1 && (m_tiles != 2 || stages == 3));  // likewise
+  // Where load_or_zero() is a gain: not for tiles of 8 tokens with 32 rows of a warp and two stages.
+  static constexpr bool predicated_x = n_tiles == 2 || (n_tiles == 1 && (m_tiles != 2 || stages == 3));
   static constexpr int x_copies = (tokens * 2 * kLineBytes / 16 + threads - 1) / threads;  // a thread and stage
 };
 

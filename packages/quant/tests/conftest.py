@@ -1,1 +1,8 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
 from kestrel_runtime.testing import kernels_only, pytest_collection_modifyitems, pytest_configure  # noqa: F401
+
+sys.path.append(str(Path(__file__).parent))  # w4_cases, which tests import by name

@@ -9,11 +9,11 @@
 
 namespace kestrel::sampling {
 
-// Of a chunk: the largest element, the sums of exponentials relative to it, of the groups that hold it and of the
-// others, and the former groups, a bit for each.
+// Of a chunk: the largest element; the sums of exponentials relative to it, of the groups that hold it and of the
+// others; and which groups hold it, a bit for each.
 struct alignas(16) ChunkSum {
   float most = not_a_number(), of_top = 0.f, others = 0.f;
-  u32 holders = 0;  // with a TileRing
+  u32 holders = 0;  // set with a TileRing alone
   __device__ __forceinline__ int4 bits() const {
     return {__float_as_int(most), __float_as_int(of_top), __float_as_int(others), static_cast<int>(holders)};
   }

@@ -119,6 +119,9 @@ class Operands(NamedTuple):
     num_splits: Any = None
 
 
+_GIVEN = Operands._fields.index("integers")  # the tensors of a call come first
+
+
 class DecodeLaunch:
     """The launch (see launching.Launch) of all calls of one plan.
 
@@ -270,7 +273,7 @@ class DecodeLaunch:
             return _CONSTANT if x is None else next(i for i, y in enumerate(tensors) if y is x) + _FIRST
 
         own = _OWN if self.combine is not None else _OWN | dict.fromkeys(_SCRATCH, _CONSTANT)
-        places = Operands(*map(place, given[:11]), tuple(map(place, given.integers)), **own)
+        places = Operands(*map(place, given[:_GIVEN]), tuple(map(place, given.integers)), **own)
         vectors = (out, *given[:3], given.k, given.v, *loaded_as_vectors(given.integers))
         alignments = [16 if any(x is y for y in vectors) else 1 for x in tensors]
         description: list[Any] = [

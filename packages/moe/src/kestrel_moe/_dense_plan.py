@@ -69,11 +69,11 @@ _LONG_SUMS = (
 _WIDE_OUTPUTS, _WIDE_WIDTHS = range(4161, 4369), range(1025, 1153)
 _WIDE = ((1409, 1536, Plan(Kernel.COOPERATIVE, 208, 2)),)
 # Where the vendor's epilogue is used (results/h200_dense_vendor.json, h200_dense_ops.json, h200_dense_many_rows.json).
-# GELU: everywhere but at these numbers of tokens, which keep tiles. Residual: layers without a tile, at _MANY tokens
-# and, with at most _SUM_WEIGHT weights, at _SUM.
+# GELU: everywhere but at these numbers of tokens, which keep tiles. Residual: where no tile is chosen, at _MANY
+# tokens and, with at most _SUM_WEIGHT weights, at _SUM; layers of _LONG_OUTPUTS and _LONG_WIDTHS at _VISION_SUM alone.
 _GELU, _VISION_GELU = (range(129, 449),), (range(33, 449), range(3457, 4609), range(12_000, 262_141))
 _MANY, _SUM, _SUM_WEIGHT = range(2048, 262_141), range(64, 513), 2**24
-_MANY_5120, _OUTPUTS_5120 = range(2500, 262_141), range(4865, 5121)  # slower with 2048 tokens
+_MANY_5120, _OUTPUTS_5120 = range(2500, 262_141), range(4865, 5121)  # of these outputs: at 2048 tokens it is slower
 _VISION_SUM = (range(64, 1025), range(3600, 12_001))
 _SQUARE_WIDTHS, _SQUARE_SUM = range(1025, 1153), range(9217, 9729)  # of layers as wide as their results
 

@@ -114,7 +114,9 @@ def pack_w4(weight: torch.Tensor, group_size: int = 128, *, symmetric: bool = Tr
         largest, smallest = groups.amax(dim=2).clamp(min=0), groups.amin(dim=2).clamp(max=0)
         scales = reference.quotient(largest, 15) - reference.quotient(smallest, 15)  # their difference may overflow
     scales = scales.to(weight.dtype)
-    steps = torch.where(scales > 0, scales, 1.0).float().unsqueeze(2)  # that round every value of such a group to 0
+    steps = (
+        torch.where(scales > 0, scales, 1.0).float().unsqueeze(2)
+    )  # steps of 1 round each value of such a group to 0
     codes = (groups / steps).round()
     codes = torch.where((codes * steps).to(weight.dtype).isinf(), codes - codes.sign(), codes)  # scales are rounded
     if smallest is None:
@@ -162,8 +164,8 @@ def w4a16_linear(
 
     x: [..., K] of the dtype the weight was packed for (bf16, fp16 or float32), any number of rows T. w: from
     :func:`pack_w4` or a checkpoint. bias: [N] in x's dtype or None. *Constant*: w, bias.
-    The weight is (code - zero) * scale, exact; accumulated in float32, rounded once. Kernels for symmetric bf16 weights
-    sum products that are scaled by 2^-40: results below 2^-86 may lose bits.
+    The weight is (code - zero) * scale, exact; accumulated in float32, rounded once. Beyond 16 rows, kernels for
+    symmetric bf16 weights sum products that are scaled by 2^-40: results below 2^-86 may lose bits.
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
     The kernels take bf16 and fp16, N and K that are multiples of 8, rows of x that are aligned to 16 bytes, and groups

@@ -78,7 +78,7 @@ class PrefillFull(PrefillHopper):
 
     value_dims: int = 72
     """Of the results."""
-    first_tile: int = 0
+    first_tile: int = 96
     """Keys of the first tile of a work, at most; others have key_tile."""
 
     @property

@@ -212,11 +212,6 @@ class FullPrefillVariant(HopperPrefillVariant):
     def name(self) -> str:
         return f"prefill_{self.dtype}_full_d{self.value_dims}_x{self.consumers}_f{self.first_tile}"
 
-    def covers(self, keys: int) -> bool:
-        """Whether it is for so many keys, of which the first tile holds those that others do not."""
-        in_first = (keys - 1) % self.key_tile + 1
-        return in_first <= 64 if self.first_tile == 64 else in_first > 64
-
     @property
     def packs(self) -> bool:
         return False
@@ -487,7 +482,9 @@ def prefilling_on_hopper(
 def prefilling_in_full(dtype: str, head_dim: int, keys: int) -> list[FullPrefillVariant]:
     """Those for dense queries that see all of so many keys, with equal results: thread blocks of two sizes."""
     fitting = [v for v in PREFILL_FULL if v.dtype == dtype and v.value_dims - 8 < head_dim <= v.value_dims]
-    return [v for v in fitting if v.covers(keys)]
+    fitting = [v for v in fitting if (keys - 1) % v.key_tile < v.first_tile]  # which holds the keys that others do not
+    least = min((v.first_tile for v in fitting), default=0)
+    return [v for v in fitting if v.first_tile == least]
 
 
 def in_large_boxes(variant: HopperPrefillVariant) -> HopperPrefillVariant:
