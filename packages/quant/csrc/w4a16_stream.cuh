@@ -5,9 +5,6 @@
 // CTA, it stores its sums in scratch memory and sets a flag. The CTA with the last steps of a tile does them last,
 // loads the sums of the CTAs before it through the ring of stages, adds them in order, and writes the result. So a CTA
 // waits for CTAs of smaller numbers alone. Assumed, as CUDA does not promise it: they start in the order of blockIdx.
-//
-// Pairs: two CTAs of a cluster share a tile. Each has half of its steps, gets the other's sums of half of the tokens,
-// and writes those.
 #pragma once
 
 #include "w4a16_wgmma_tile.cuh"
@@ -20,16 +17,13 @@ struct StreamParams : WgmmaParams {
   uint32_t* flags = nullptr;  // [CTAs]: set once a CTA's sums are in `partial`, [CTA][fragment][consumer] of float4
   int token_tiles = 0, row_ctas = 0;  // the grid: row_ctas CTAs for each token tile
   int share = 0, rest = 0;            // steps of a CTA, and those that are left over
-  bool pairs = false;                 // two CTAs for each tile, and no flags
-  bool aligned_out = false;           // rows of out are aligned to 16 bytes
 };
 
-// What leaves a CTA, or comes from another: a tile, or one of PARTS of its tokens, in pieces that fit a stage.
-template <typename Tile, int PARTS = 1>
+// What leaves a CTA, or comes from another: a tile, in pieces that fit a stage.
+template <typename Tile>
 struct StreamTile {
-  static constexpr int tokens = Tile::tokens / PARTS, fragments = Tile::fragments / PARTS;
-  static constexpr int pitch = Tile::rows * 2 + 16;  // bytes of a token's results: keeps stmatrix free of conflicts
-  static constexpr int most_tokens = Tile::bytes / pitch / 16 * 16;  // of a stage
+  static constexpr int tokens = Tile::tokens, fragments = Tile::fragments;
+  static constexpr int most_tokens = Tile::bytes / ResultTile<Tile, 16>::pitch / 16 * 16;  // of a stage
   static constexpr int out_chunks = (tokens + most_tokens - 1) / most_tokens;
   static constexpr int out_tokens = ((tokens + out_chunks - 1) / out_chunks + 15) / 16 * 16;
   static constexpr int fragment_bytes = Tile::consumers * 16;
@@ -37,7 +31,7 @@ struct StreamTile {
   static constexpr int sum_chunks = (fragments + most_fragments - 1) / most_fragments;
   static constexpr int sum_fragments = (fragments + sum_chunks - 1) / sum_chunks;
   static constexpr int slot_bytes = fragments * fragment_bytes;
-  static_assert(out_tokens * pitch <= Tile::bytes && out_tokens * out_chunks >= tokens && tokens % 16 == 0);
+  static_assert(ResultTile<Tile, out_tokens>::bytes <= Tile::bytes && out_tokens * out_chunks >= tokens);
   static_assert(sum_fragments * fragment_bytes <= Tile::bytes && Tile::m_blocks == 1);
 };
 
@@ -71,10 +65,8 @@ __device__ __forceinline__ int share_begin(const StreamParams& p, int number) {
 
 __device__ __forceinline__ StreamShare share_of_cta(const StreamParams& p, int tokens_of_tile) {
   StreamShare s;
-  const int block = p.pairs ? blockIdx.x / 2 : blockIdx.x;
-  s.number = block / p.token_tiles;
-  s.first_token = (block - s.number * p.token_tiles) * tokens_of_tile;
-  if (p.pairs) s.number = s.number * 2 + blockIdx.x % 2;
+  s.number = blockIdx.x / p.token_tiles;
+  s.first_token = (blockIdx.x - s.number * p.token_tiles) * tokens_of_tile;
   s.begin = share_begin(p, s.number);
   s.end = share_begin(p, s.number + 1);
   s.first = s.begin / p.steps;
@@ -129,13 +121,6 @@ __device__ __forceinline__ void set_flag(uint32_t* flag) {
 #endif
 }
 
-// An arrival on an mbarrier of the other CTA of a pair, which then sees the sums.
-__device__ __forceinline__ void arrive_released(uint32_t barrier) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-#endif
-}
-
 // Flags to zero, before the kernel that sets them. T, ZEROS: of that kernel, each of which has a source of its own.
 template <typename T, Zeros ZEROS>
 __global__ void __launch_bounds__(kMaxStreamCtas) w4a16_stream_flags_kernel(const __grid_constant__ StreamParams p) {
@@ -156,10 +141,11 @@ __device__ __forceinline__ void release_for_results(const StreamParams& p, uint6
   }
 }
 
-// One thread: loads the sums of another CTA, in the pieces of S.
-template <typename Tile, typename S>
+// One thread: loads the sums of another CTA.
+template <typename Tile>
 __device__ __forceinline__ void load_sums(const StreamParams& p, int cta, uint32_t ring, uint64_t* full,
                                           const uint64_t* empty, RingPlace& at) {
+  using S = StreamTile<Tile>;
   constexpr int kBytes = S::sum_fragments * S::fragment_bytes;
   const char* const from = reinterpret_cast<const char*>(p.partial) + int64_t{cta} * S::slot_bytes;
 #pragma unroll 1
@@ -172,17 +158,12 @@ __device__ __forceinline__ void load_sums(const StreamParams& p, int cta, uint32
   }
 }
 
-// One thread: all loads of a CTA.
+// One thread: all loads of a CTA behind start_loads() of its first tile.
 template <typename Tile>
 __device__ __forceinline__ void stream_loads(const StreamParams& p, uint32_t ring, uint64_t* full,
-                                             const uint64_t* empty, const uint64_t* received,
-                                             const StreamShare& share) {
-  const int first_tile = share.tile(0);
-  const Piece at_start = piece_of(p, first_tile, share);
+                                             const uint64_t* empty, const StreamShare& share) {
+  const Piece at_start = piece_of(p, share.tile(0), share);
   const int ahead = min(p.stages, at_start.end - at_start.first);
-  for (int s = 0; s < ahead; ++s) {
-    load_weights<Tile>(p, ring + s * Tile::bytes, full + s, first_tile * Tile::rows, at_start.first + s);
-  }
   pdl_wait();
   pdl_trigger();
   for (int s = 0; s < ahead; ++s) {
@@ -198,44 +179,29 @@ __device__ __forceinline__ void stream_loads(const StreamParams& p, uint32_t rin
         --loaded;
       } else {
         ptx::mbarrier_wait(empty + at.stage, at.phase ^ 1);
-        load_weights<Tile>(p, ring + at.stage * Tile::bytes, full + at.stage, tile * Tile::rows, step);
+        load_weights<Tile>(p, ring + at.stage * Tile::bytes, full + at.stage, tile * Tile::rows, share.first_token,
+                           step);
         load_x<Tile>(p, ring + at.stage * Tile::bytes, full + at.stage, share.first_token, step);
       }
       at.advance(p.stages);
-    }
-    if (p.pairs) {
-      ptx::mbarrier_wait_cluster(received, 0);
-      fence_loads_of_sums();
-      load_sums<Tile, StreamTile<Tile, 2>>(p, blockIdx.x ^ 1, ring, full, empty, at);
-      release_for_results<StreamTile<Tile, 2>::out_chunks>(p, full, empty, at);
-      return;
     }
     if (piece.end < p.steps) continue;
     if (piece.first > 0) {
       for (int number = first_contributor(p, tile, share.number); number < share.number; ++number) {
         const int cta = blockIdx.x - (share.number - number) * p.token_tiles;
         wait_for_flag(p.flags + cta);
-        load_sums<Tile, StreamTile<Tile>>(p, cta, ring, full, empty, at);
+        load_sums<Tile>(p, cta, ring, full, empty, at);
       }
     }
     release_for_results<StreamTile<Tile>::out_chunks>(p, full, empty, at);
   }
 }
 
-// COUNT fragments of a thread's sums from number FIRST on, as float4 for each consumer.
-template <typename Tile, int FIRST, int COUNT>
-__device__ __forceinline__ void put_sums(float4* to, const float (&acc)[Tile::tokens / 2]) {
-#pragma unroll
-  for (int i = 0; i < COUNT; ++i) {
-    constexpr int f = FIRST * 4;
-    to[i * Tile::consumers] = make_float4(acc[f + 4 * i], acc[f + 4 * i + 1], acc[f + 4 * i + 2], acc[f + 4 * i + 3]);
-  }
-}
-
-// Adds the sums that come through the ring to those from fragment FIRST on.
-template <typename Tile, int FIRST, typename S, typename Release>
+// Adds the sums that come through the ring.
+template <typename Tile, typename Release>
 __device__ __forceinline__ void add_sums(const StreamParams& p, float (&acc)[Tile::tokens / 2], const char* ring,
                                          const uint64_t* full, RingPlace& at, const Release& release) {
+  using S = StreamTile<Tile>;
 #pragma unroll
   for (int chunk = 0; chunk < S::sum_chunks; ++chunk) {
     ptx::mbarrier_wait(full + at.stage, at.phase);
@@ -243,7 +209,7 @@ __device__ __forceinline__ void add_sums(const StreamParams& p, float (&acc)[Til
 #pragma unroll
     for (int i = 0; i < S::sum_fragments; ++i) {
       if (chunk * S::sum_fragments + i >= S::fragments) break;
-      const int f = (FIRST + chunk * S::sum_fragments + i) * 4;
+      const int f = (chunk * S::sum_fragments + i) * 4;
       const float4 v = from[i * Tile::consumers];
       acc[f] += v.x;
       acc[f + 1] += v.y;
@@ -255,56 +221,24 @@ __device__ __forceinline__ void add_sums(const StreamParams& p, float (&acc)[Til
   }
 }
 
-// Writes the results of tokens from FIRST on, through stages of the ring.
-template <typename T, typename Tile, int FIRST, typename S, typename Release>
+// Writes the results of a tile, through stages of the ring.
+template <typename T, typename Tile, typename Release>
 __device__ __forceinline__ void write_results(const StreamParams& p, const float (&acc)[Tile::tokens / 2],
                                               uint32_t ring, const uint64_t* full, RingPlace& at,
                                               const Release& release, int first_row, int first_token, int row_of_warp) {
-  const int thread = threadIdx.x, lane = thread % 32;
-  float bias[2] = {};
-  if (p.bias) {
-    const T* const from = reinterpret_cast<const T*>(p.bias) + first_row + row_of_warp + lane / 4;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (first_row + row_of_warp + lane / 4 + 8 * r < p.outputs) bias[r] = static_cast<float>(from[8 * r]);
-    }
-  }
-  constexpr int kPacks = Tile::rows / 8, kPairs = S::out_tokens / 16;
+  using S = StreamTile<Tile>;
+  using Results = ResultTile<Tile, S::out_tokens>;
+  const int lane = threadIdx.x % 32;
+  const float2 bias = load_bias<T>(p, first_row + row_of_warp, lane);
 #pragma unroll
   for (int chunk = 0; chunk < S::out_chunks; ++chunk) {
+    const int begin = chunk * S::out_tokens, tokens = min(S::out_tokens, S::tokens - begin);
     ptx::mbarrier_wait(full + at.stage, at.phase);
     const uint32_t buffer = ring + at.stage * Tile::bytes;
-    const uint32_t to = buffer + (lane / 16 * 8 + lane % 8) * S::pitch + (row_of_warp + lane / 8 % 2 * 8) * 2;
-#pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
-      if ((chunk * kPairs + j) * 16 >= S::tokens) break;
-      const int f = FIRST / 2 + (chunk * kPairs + j) * 8;
-      unsigned m[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        m[i] = ptx::pack_pair<T>(make_float2(fmaf(acc[f + 2 * i], p.scale_of_sums, bias[i % 2]),
-                                             fmaf(acc[f + 2 * i + 1], p.scale_of_sums, bias[i % 2])));
-      }
-      ptx::store_matrices_transposed(to + j * 16 * S::pitch, m);
-    }
+    stage_results<T, Results>(p, acc, begin, tokens, bias, buffer, row_of_warp, lane);
     ptx::named_barrier(1, Tile::consumers);
-    const int first = first_token + FIRST + chunk * S::out_tokens;
-    const int count = min(min(S::out_tokens, S::tokens - chunk * S::out_tokens), p.tokens - first);
-    for (int i = thread; i < count * kPacks; i += Tile::consumers) {
-      const int token = i / kPacks, row = i % kPacks * 8;
-      if (first_row + row >= p.outputs) continue;
-      const uint4 v = ptx::load_shared_uint4(buffer + token * S::pitch + row * 2);
-      char* const out = p.out + (first + token) * p.out_stride + int64_t{first_row + row} * 2;
-      if (p.aligned_out) {
-        *reinterpret_cast<uint4*>(out) = v;
-      } else {
-        const uint32_t words_of[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          reinterpret_cast<unsigned short*>(out)[e] = static_cast<unsigned short>(words_of[e / 2] >> 16 * (e % 2));
-        }
-      }
-    }
+    const int first = first_token + begin;
+    copy_results<Results>(p, buffer, first_row, first, min(tokens, p.tokens - first));
     ptx::fence_proxy_async();
     release(at.stage);
     at.advance(p.stages);
@@ -323,34 +257,25 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
     w4a16_stream_kernel(const __grid_constant__ StreamParams p) {
 #ifdef KESTREL_HAS_WGMMA
   using S = StreamTile<Tile>;
-  using Half = StreamTile<Tile, 2>;
   constexpr int N = Tile::tokens;
   extern __shared__ char dynamic[];
-  __shared__ uint64_t full[Tile::max_stages], empty[Tile::max_stages], received;
+  __shared__ uint64_t full[Tile::max_stages], empty[Tile::max_stages];
   __shared__ StreamShare share;  // in registers it would cost the products theirs
   const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < p.stages; ++s) {
-      ptx::mbarrier_init(full + s, 1);
-      ptx::mbarrier_init(empty + s, Tile::consumers / 32);
-    }
-    ptx::mbarrier_init(&received, 1);
+  if (threadIdx.x == Tile::consumers) {
+    init_ring<Tile>(p, full, empty);
     ptx::fence_mbarrier_init();
     share = share_of_cta(p, Tile::tokens);
-  }
-  if (threadIdx.x == Tile::consumers) {
-    for (const CUtensorMap* map : {&p.code_map, &p.scale_map, &p.x_map}) ptx::prefetch_tensor_map(*map);
+    const int tile = share.tile(0);
+    const Piece piece = piece_of(p, tile, share);
+    start_loads<Tile>(p, ring, full, tile * Tile::rows, share.first_token, piece.first, piece.end - piece.first);
   }
   __syncthreads();
-  if (p.pairs) {  // the other CTA has its mbarrier
-    ptx::cluster_arrive_relaxed();
-    ptx::cluster_wait();
-  }
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32 % 4, warpgroup = thread / 128;
 
   if (thread >= Tile::consumers) {
     ptx::reduce_registers<Tile::producer_registers>();
-    if (thread == Tile::consumers) stream_loads<Tile>(p, ring, full, empty, &received, share);
+    if (thread == Tile::consumers) stream_loads<Tile>(p, ring, full, empty, share);
     return;
   }
 
@@ -385,42 +310,20 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
     release(previous);
     const int tile = share.tile(t), first_row = tile * Tile::rows;
     const Piece piece = piece_of(p, tile, share);
-    char* const ring_pointer = dynamic + (ring - ptx::shared_address(dynamic));
-
-    // Tells the reader of this CTA's sums, once all consumers have stored them in scratch memory.
-    const auto publish = [&](const auto& to_reader) {
-      fence_loads_of_sums();
-      __threadfence();
-      ptx::named_barrier(1, Tile::consumers);
-      if (thread == 0) to_reader();
-    };
-
-    // -- pairs: sums of half of the tokens to the other CTA, results of the others --
-
-    const auto finish_half = [&](auto rank) {
-      constexpr int kRank = decltype(rank)::value, kOwn = kRank * Half::fragments, kOther = Half::fragments - kOwn;
-      put_sums<Tile, kOther, Half::fragments>(
-          reinterpret_cast<float4*>(p.partial) + int64_t{blockIdx.x} * (Half::slot_bytes / 16) + thread, acc[0]);
-      publish([&] { arrive_released(ptx::map_shared(ptx::shared_address(&received), 1 - kRank)); });
-      add_sums<Tile, kOwn, Half>(p, acc[0], ring_pointer, full, at, release);
-      write_results<T, Tile, kOwn * 8, Half>(p, acc[0], ring, full, at, release, first_row, share.first_token,
-                                             row_of_warp);
-    };
-    if (p.pairs) {
-      if (blockIdx.x % 2 == 0) {
-        finish_half(std::integral_constant<int, 0>());
-      } else {
-        finish_half(std::integral_constant<int, 1>());
-      }
-      return;
-    }
+    const char* const ring_pointer = dynamic + (ring - ptx::shared_address(dynamic));
 
     // -- sums of a tile that goes on in the next CTA --
 
     if (piece.end < p.steps) {
-      put_sums<Tile, 0, Tile::fragments>(
-          reinterpret_cast<float4*>(p.partial) + int64_t{blockIdx.x} * (S::slot_bytes / 16) + thread, acc[0]);
-      publish([&] { set_flag(p.flags + blockIdx.x); });
+      float4* const to = reinterpret_cast<float4*>(p.partial) + int64_t{blockIdx.x} * (S::slot_bytes / 16) + thread;
+#pragma unroll
+      for (int i = 0; i < S::fragments; ++i) {
+        to[i * Tile::consumers] = make_float4(acc[0][4 * i], acc[0][4 * i + 1], acc[0][4 * i + 2], acc[0][4 * i + 3]);
+      }
+      fence_loads_of_sums();
+      __threadfence();
+      ptx::named_barrier(1, Tile::consumers);
+      if (thread == 0) set_flag(p.flags + blockIdx.x);
       continue;
     }
 
@@ -428,10 +331,10 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
 
     if (piece.first > 0) {
       for (int number = first_contributor(p, tile, share.number); number < share.number; ++number) {
-        add_sums<Tile, 0, S>(p, acc[0], ring_pointer, full, at, release);
+        add_sums<Tile>(p, acc[0], ring_pointer, full, at, release);
       }
     }
-    write_results<T, Tile, 0, S>(p, acc[0], ring, full, at, release, first_row, share.first_token, row_of_warp);
+    write_results<T, Tile>(p, acc[0], ring, full, at, release, first_row, share.first_token, row_of_warp);
   }
 #endif
 }

@@ -50,29 +50,6 @@ __device__ __forceinline__ void store_fragment(const WgmmaParams& p, int token, 
   }
 }
 
-// One thread: all loads of a CTA. full[stage] waits for it and the bytes of a stage, empty[stage] for the consumer
-// warps.
-template <typename Tile>
-__device__ __forceinline__ void load_stages(const WgmmaParams& p, uint32_t ring, uint64_t* full, const uint64_t* empty,
-                                            int first_row, int first_token, int first_step, int steps) {
-  const int ahead = min(p.stages, steps);
-  ptx::prefetch_tensor_map(p.x_map);
-  for (int s = 0; s < ahead; ++s) load_weights<Tile>(p, ring + s * Tile::bytes, full + s, first_row, first_step + s);
-  pdl_wait();
-  pdl_trigger();
-  for (int s = 0; s < ahead; ++s) load_x<Tile>(p, ring + s * Tile::bytes, full + s, first_token, first_step + s);
-  int stage = 0, phase = 0;
-  for (int step = ahead; step < steps; ++step) {
-    ptx::mbarrier_wait(empty + stage, phase);
-    load_weights<Tile>(p, ring + stage * Tile::bytes, full + stage, first_row, first_step + step);
-    load_x<Tile>(p, ring + stage * Tile::bytes, full + stage, first_token, first_step + step);
-    if (++stage == p.stages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-}
-
 // The tokens of a tile that a CTA of a cluster finishes.
 struct TokenRange {
   int first, count;
@@ -143,17 +120,15 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
   const int first_row = row_tile * Tile::rows, first_token = blockIdx.y * N;
   const int first_step = static_cast<int>(int64_t{p.steps} * split / p.splits);
   const int steps = static_cast<int>(int64_t{p.steps} * (split + 1) / p.splits) - first_step;
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < p.stages; ++s) {
-      ptx::mbarrier_init(full + s, 1);
-      ptx::mbarrier_init(empty + s, Tile::consumers / 32);
-    }
+  if (threadIdx.x == Tile::consumers) {
+    init_ring<Tile>(p, full, empty);
     ptx::mbarrier_init(&received, 1);
     ptx::fence_mbarrier_init();
     if (p.cluster > 1) {
       const int of_rank = tokens_of(split, p.cluster, min(p.tokens - first_token, N)).count;
       ptx::mbarrier_arrive_expect_tx(&received, (p.cluster - 1) * of_rank * (Tile::pitch * 4));
     }
+    start_loads<Tile>(p, ring, full, first_row, first_token, first_step, steps);
   }
   __syncthreads();
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32 % 4, warpgroup = thread / 128;
@@ -223,20 +198,20 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
 }
 
 // Adds up the slices of K, [slice][token tile][row tile][fragment][consumer], in order. A CTA has a fragment of a
-// warpgroup.
+// warpgroup: blockIdx is (row tile and warpgroup, 8 tokens).
 template <typename T, Zeros ZEROS, typename Tile>
 __global__ void __launch_bounds__(128) w4a16_wgmma_sum_kernel(const __grid_constant__ WgmmaParams p) {
-  const int warpgroup = blockIdx.x % Tile::warpgroups, fragment = blockIdx.x / Tile::warpgroups % Tile::fragments,
-            row_tile = blockIdx.x / (Tile::warpgroups * Tile::fragments);
-  const int m = fragment / (Tile::tokens / 8), token = blockIdx.y * Tile::tokens + fragment % (Tile::tokens / 8) * 8;
-  const int row =
-      row_tile * Tile::rows + (warpgroup * Tile::m_blocks + m) * 64 + static_cast<int>(threadIdx.x) / 32 * 16;
-  const int64_t pitch = int64_t{gridDim.y} * gridDim.x * 128;
-  const float4* const from =
-      reinterpret_cast<const float4*>(p.partial) + (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * 128 + threadIdx.x;
+  static_assert(Tile::m_blocks == 1);
+  const int warpgroup = blockIdx.x % Tile::warpgroups, row_tile = blockIdx.x / Tile::warpgroups;
+  const int fragment = blockIdx.y % Tile::fragments, token_tile = blockIdx.y / Tile::fragments;
+  const int row = row_tile * Tile::rows + warpgroup * 64 + static_cast<int>(threadIdx.x) / 32 * 16;
+  const int64_t tile_size = Tile::fragments * Tile::consumers;
+  const int64_t pitch = tile_size * p.row_tiles * ((p.tokens + Tile::tokens - 1) / Tile::tokens);
+  const float4* const from = reinterpret_cast<const float4*>(p.partial) +
+                             (int64_t{token_tile} * p.row_tiles + row_tile) * tile_size + fragment * Tile::consumers +
+                             warpgroup * 128 + threadIdx.x;
   pdl_wait();
   pdl_trigger();
-  if (token >= p.tokens) return;
   float4 slices[kMaxSplits];
 #pragma unroll
   for (int s = 0; s < kMaxSplits; ++s) {
@@ -247,7 +222,7 @@ __global__ void __launch_bounds__(128) w4a16_wgmma_sum_kernel(const __grid_const
   for (int s = 1; s < kMaxSplits; ++s) {
     if (s < p.splits) sum = added(sum, slices[s]);
   }
-  store_fragment<T>(p, token, row, sum, static_cast<int>(threadIdx.x) % 32);
+  store_fragment<T>(p, static_cast<int>(blockIdx.y) * 8, row, sum, static_cast<int>(threadIdx.x) % 32);
 }
 
 }  // namespace kestrel::quant::w4_wgmma

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "w4a16_pairs.cuh"
 #include "w4a16_stream.cuh"
 #include "w4a16_wgmma.cuh"
 
@@ -27,11 +28,26 @@ void set_maps(WgmmaParams* p) {
                Tile::groups_of_part, Tile::box_rows);
   };
   constexpr int kWords = kBlockBytes / 8;  // of a block
-  p->x_map = matrix_map(p->x, true, p->tokens, p->width, p->x_stride, Tile::tokens);
+  const auto x_map = [&](int box_rows) { return matrix_map(p->x, true, p->tokens, p->width, p->x_stride, box_rows); };
+  const int of_last = p->tokens % Tile::tokens;
+  p->x_map = x_map(p->tokens < Tile::tokens ? of_last : Tile::tokens);
+  p->x_last_map = of_last > 0 && p->tokens > Tile::tokens ? x_map(of_last) : p->x_map;
   p->code_map = map(p->codes, CU_TENSOR_MAP_DATA_TYPE_UINT64, (p->outputs + 15) / 16, int64_t{p->blocks} * kWords,
                     int64_t{p->blocks} * kBlockBytes, Tile::rows / 16, kStep / kBlock * kWords);
   p->scale_map = rows_map(p->scales);
   p->zero_map = p->zeros ? rows_map(p->zeros) : p->scale_map;
+}
+
+// The shared memory of a CTA of Tile. of_one: that of a CTA alone on its SM. An SM has 1 KB more than a CTA may have,
+// and reserves as much for each CTA. 512: half of a CTA's static shared memory, which is below 1 KB; of_one leaves out
+// the other half.
+template <typename Tile>
+constexpr int shared_limit(int of_one) {
+  return (of_one + 1024) / Tile::occupancy - 1024 - (Tile::occupancy - 1) * 512;
+}
+
+inline bool rows_aligned_to_16(const W4Params& p) {
+  return reinterpret_cast<uintptr_t>(p.out) % 16 == 0 && (p.tokens == 1 || p.out_stride % 16 == 0);
 }
 
 // p.splits: slices of K. They are a cluster, unless p.partial has memory for their sums.
@@ -41,9 +57,7 @@ void launch_tiles(const W4Params& params, DLDevice device) {
   static_cast<W4Params&>(p) = params;
   p.scale_of_sums = WeightsOf<T, ZEROS, Tile>::scale_of_sums;
   constexpr auto kernel = w4a16_wgmma_kernel<T, ZEROS, Tile>;
-  // An SM has 1 KB of shared memory more than a CTA may have, and reserves as much for each CTA. 512: half of a CTA's
-  // static shared memory, which is below 1 KB; raise_shared_limit() has left out the other half.
-  const int limit = (raise_shared_limit<kernel>(device) + 1024) / Tile::occupancy - 1024 - (Tile::occupancy - 1) * 512;
+  const int limit = shared_limit<Tile>(raise_shared_limit<kernel>(device));
   const int tiles = (p.tokens + Tile::tokens - 1) / Tile::tokens;
   p.row_tiles = (p.outputs + Tile::rows - 1) / Tile::rows;
   p.steps = (p.width + Tile::step - 1) / Tile::step;
@@ -61,19 +75,37 @@ void launch_tiles(const W4Params& params, DLDevice device) {
   const int bytes = std::max(p.stages * Tile::bytes, epilogue_bytes) + Tile::alignment;
   launch_pdl(kernel, dim3(p.row_tiles * p.splits, tiles), dim3(Tile::threads), device, p, bytes, p.cluster);
   if (!p.partial) return;
-  launch_pdl(w4a16_wgmma_sum_kernel<T, ZEROS, Tile>, dim3(p.row_tiles * Tile::fragments * Tile::warpgroups, tiles),
+  // A CTA for each 8 tokens that exist: CTAs that leave at once would let the next launch put two of its CTAs on an SM.
+  launch_pdl(w4a16_wgmma_sum_kernel<T, ZEROS, Tile>, dim3(p.row_tiles * Tile::warpgroups, (p.tokens + 7) / 8),
              dim3(128), device, p);
 }
 
+// A cluster of two CTAs for each tile.
+template <typename T, Zeros ZEROS, typename Tile>
+void launch_pairs(const W4Params& params, DLDevice device) {
+  WgmmaParams p;
+  static_cast<W4Params&>(p) = params;
+  p.scale_of_sums = WeightsOf<T, ZEROS, Tile>::scale_of_sums;
+  constexpr auto kernel = w4a16_pair_kernel<T, ZEROS, Tile>;
+  const int limit = shared_limit<Tile>(raise_shared_limit<kernel>(device));
+  p.steps = (p.width + Tile::step - 1) / Tile::step;
+  if (p.steps < 2) unsupported("pairs of CTAs for a single step of K");
+  p.stages = std::min((limit - Tile::alignment) / Tile::bytes, Tile::max_stages);
+  p.aligned_out = rows_aligned_to_16(p);
+  set_maps<Tile>(&p);
+  const int row_tiles = (p.outputs + Tile::rows - 1) / Tile::rows, tiles = (p.tokens + Tile::tokens - 1) / Tile::tokens;
+  launch_pdl(kernel, dim3(2 * row_tiles, tiles), dim3(Tile::threads), device, p,
+             p.stages * Tile::bytes + Tile::alignment, 2);
+}
+
 // ctas: persistent CTAs, of which each SM must have room for one. p.partial has memory for a flag of each and its sums.
-// p.splits: 2 for a pair of CTAs for each tile, else 1.
 template <typename T, Zeros ZEROS, typename Tile>
 void launch_stream(const W4Params& params, int ctas, DLDevice device) {
   using Stream = StreamTile<Tile>;
+  if (params.splits != 1) unsupported("more than two slices of K with persistent CTAs");
   StreamParams p;
   static_cast<W4Params&>(p) = params;
   p.scale_of_sums = WeightsOf<T, ZEROS, Tile>::scale_of_sums;
-  if (p.splits > 2) unsupported("more than two slices of K with persistent CTAs");
   constexpr auto kernel = w4a16_stream_kernel<T, ZEROS, Tile>;
   const int limit = raise_shared_limit<kernel>(device);
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
@@ -88,15 +120,9 @@ void launch_stream(const W4Params& params, int ctas, DLDevice device) {
   p.rest = static_cast<int>(steps % p.row_ctas);
   ctas = p.row_ctas * p.token_tiles;
   p.stages = std::min((limit - Tile::alignment) / Tile::bytes, Tile::max_stages);
-  p.aligned_out = reinterpret_cast<uintptr_t>(p.out) % 16 == 0 && (p.tokens == 1 || p.out_stride % 16 == 0);
+  p.aligned_out = rows_aligned_to_16(p);
   set_maps<Tile>(&p);
-  p.pairs = p.splits == 2;
-  if (p.pairs) {
-    if (p.row_ctas != 2 * p.row_tiles || p.steps < 2) unsupported("pairs of CTAs for other than all tiles");
-    if (p.partial_floats < int64_t{ctas} * (StreamTile<Tile, 2>::slot_bytes / 4)) {
-      unsupported("too little scratch memory");
-    }
-  } else if (p.row_tiles % p.row_ctas != 0) {  // some tiles belong to several CTAs
+  if (p.row_tiles % p.row_ctas != 0) {  // some tiles belong to several CTAs
     if (p.partial_floats < kMaxStreamCtas + int64_t{ctas} * (Stream::slot_bytes / 4)) {
       unsupported("too little scratch memory");
     }
@@ -104,8 +130,7 @@ void launch_stream(const W4Params& params, int ctas, DLDevice device) {
     p.partial += kMaxStreamCtas;
     launch_pdl(w4a16_stream_flags_kernel<T, ZEROS>, dim3(1), dim3(kMaxStreamCtas), device, p);
   }
-  launch_pdl(kernel, dim3(ctas), dim3(Tile::threads), device, p, p.stages * Tile::bytes + Tile::alignment,
-             p.pairs ? 2 : 1);
+  launch_pdl(kernel, dim3(ctas), dim3(Tile::threads), device, p, p.stages * Tile::bytes + Tile::alignment);
 }
 
 // Tokens of a CTA, then blocks of 64 rows of a warpgroup, warpgroups, k of a stage, products of 32 k started together,
@@ -131,6 +156,39 @@ void launch_group(const W4Params& p, int tile, DLDevice device) {
     case 7:
       return launch(WgmmaTile<192, GROUP, 1, 2, 128, 1, 1, 2>());
     case 8:
+      return launch(WgmmaTile<256, GROUP, 1, 2, 128, 1, 1, 4>());
+  }
+  unsupported("a tile of this number");
+}
+
+// The same for w4a16_pair_kernel, in the order of PAIR_TILES.
+template <typename T, Zeros ZEROS, int GROUP>
+void launch_group_pairs(const W4Params& p, int tile, DLDevice device) {
+  const auto launch = [&](auto of) { launch_pairs<T, ZEROS, decltype(of)>(p, device); };
+  switch (tile) {
+    case 0:
+      return launch(WgmmaTile<64, GROUP, 1, 2, 128, 1, 2, 2>());
+    case 1:
+      return launch(WgmmaTile<80, GROUP, 1, 2, 128, 1, 2, 2>());
+    case 2:
+      return launch(WgmmaTile<96, GROUP, 1, 2, 128, 1, 2, 2>());
+    case 3:
+      return launch(WgmmaTile<112, GROUP, 1, 2, 128, 1, 1, 4>());
+    case 4:
+      return launch(WgmmaTile<128, GROUP, 1, 2, 128, 1, 1, 4>());
+    case 5:
+      return launch(WgmmaTile<128, GROUP, 1, 3, 128, 1, 1, 4>());
+    case 6:
+      return launch(WgmmaTile<160, GROUP, 1, 2, 128, 1, 1, 4>());
+    case 7:
+      return launch(WgmmaTile<160, GROUP, 1, 3, 128, 1, 1, 4>());
+    case 8:
+      return launch(WgmmaTile<192, GROUP, 1, 2, 128, 1, 1, 4>());
+    case 9:
+      return launch(WgmmaTile<192, GROUP, 1, 3, 128, 1, 1, 2>());
+    case 10:
+      return launch(WgmmaTile<224, GROUP, 1, 2, 128, 1, 1, 4>());
+    case 11:
       return launch(WgmmaTile<256, GROUP, 1, 2, 128, 1, 1, 4>());
   }
   unsupported("a tile of this number");
@@ -167,6 +225,7 @@ template <typename T, Zeros ZEROS>
 void launch(const W4Params& p, int tile, int ctas, DLDevice device) {
   const auto launch_for = [&](auto group) {
     constexpr int GROUP = decltype(group)::value;
+    if (ctas > 0 && p.splits == 2) return launch_group_pairs<T, ZEROS, GROUP>(p, tile, device);
     if (ctas > 0) return launch_group_stream<T, ZEROS, GROUP>(p, tile, ctas, device);
     launch_group<T, ZEROS, GROUP>(p, tile, device);
   };

@@ -1,4 +1,4 @@
-// What the wgmma kernels of w4a16_linear share: a tile, a stage of its ring, the loads and the products of a stage.
+// What the wgmma kernels of w4a16_linear share: a tile, a stage of its ring, its loads and products, and results.
 //
 // ROWS of the weight are operand A of wgmma, decoded in registers; TOKENS of x, operand B. The packed layout is A's
 // fragments: 16 bytes of a lane are those of four products. Each consumer warpgroup has 64 rows and decodes while
@@ -106,21 +106,25 @@ struct WeightDecoder<__nv_bfloat16, Zeros::eight> {
 template <typename T, Zeros ZEROS, typename Tile>
 using WeightsOf = WeightDecoder<T, (Tile::tokens < 256) ? ZEROS : Zeros::any>;
 
-// The tensor maps of what a stage holds. Loads fill what does not exist with zeros.
+// The tensor maps of what a stage holds. Loads fill what does not exist with zeros, but for tokens: a row outside a
+// matrix costs TMA more than one inside, so boxes of the last tile end with x.
 struct WgmmaParams : W4Params {
-  CUtensorMap x_map;      // [T, K]
-  CUtensorMap code_map;   // [N / 16, K], of 8 bytes
-  CUtensorMap scale_map;  // [groups, N]
-  CUtensorMap zero_map;   // the same; of the scales where there are no zeros
+  CUtensorMap x_map;       // [T, K]
+  CUtensorMap x_last_map;  // the same, in boxes for the last tile of tokens
+  CUtensorMap code_map;    // [N / 16, K], of 8 bytes
+  CUtensorMap scale_map;   // [groups, N]
+  CUtensorMap zero_map;    // the same; of the scales where there are no zeros
   int row_tiles = 0;
+  bool aligned_out = false;   // rows of out are aligned to 16 bytes
   float scale_of_sums = 1.f;  // that of WeightDecoder
 };
 
 // One thread: codes, scales and zeros of a stage, and the bytes that full waits for, those of x as well.
 template <typename Tile>
 __device__ __forceinline__ void load_weights(const WgmmaParams& p, uint32_t to, uint64_t* full, int first_row,
-                                             int step) {
-  ptx::mbarrier_arrive_expect_tx(full, Tile::code_bytes + Tile::x_bytes + Tile::scale_bytes * (p.zeros ? 2 : 1));
+                                             int first_token, int step) {
+  const int x_bytes = min(Tile::tokens, p.tokens - first_token) * (Tile::step / kBlock * kLineBytes);
+  ptx::mbarrier_arrive_expect_tx(full, Tile::code_bytes + x_bytes + Tile::scale_bytes * (p.zeros ? 2 : 1));
 #pragma unroll
   for (int part = 0; part < Tile::parts; ++part) {
     const int k = step * Tile::step + part * kStep;
@@ -139,10 +143,49 @@ __device__ __forceinline__ void load_weights(const WgmmaParams& p, uint32_t to, 
 
 template <typename Tile>
 __device__ __forceinline__ void load_x(const WgmmaParams& p, uint32_t to, uint64_t* full, int first_token, int step) {
+  const CUtensorMap& map = p.tokens - first_token < Tile::tokens ? p.x_last_map : p.x_map;
 #pragma unroll
   for (int block = 0; block < Tile::step / kBlock; ++block) {
-    ptx::tma_load(to + Tile::x + block * Tile::block_bytes, p.x_map, step * Tile::step + block * kBlock, first_token,
-                  full);
+    ptx::tma_load(to + Tile::x + block * Tile::block_bytes, map, step * Tile::step + block * kBlock, first_token, full);
+  }
+}
+
+// One thread: the mbarriers of a ring. full[stage] waits for its loads, empty[stage] for the consumer warps.
+template <typename Tile>
+__device__ __forceinline__ void init_ring(const WgmmaParams& p, uint64_t* full, uint64_t* empty) {
+  for (int s = 0; s < p.stages; ++s) {
+    ptx::mbarrier_init(full + s, 1);
+    ptx::mbarrier_init(empty + s, Tile::consumers / 32);
+  }
+}
+
+// One thread: the weights of the stages that fit into the ring at once. They need not wait for the launch before.
+template <typename Tile>
+__device__ __forceinline__ void start_loads(const WgmmaParams& p, uint32_t ring, uint64_t* full, int first_row,
+                                            int first_token, int first_step, int steps) {
+  ptx::prefetch_tensor_map(p.tokens - first_token < Tile::tokens ? p.x_last_map : p.x_map);
+  for (int s = 0; s < min(p.stages, steps); ++s) {
+    load_weights<Tile>(p, ring + s * Tile::bytes, full + s, first_row, first_token, first_step + s);
+  }
+}
+
+// One thread: all loads of a tile behind start_loads().
+template <typename Tile>
+__device__ __forceinline__ void load_stages(const WgmmaParams& p, uint32_t ring, uint64_t* full, const uint64_t* empty,
+                                            int first_row, int first_token, int first_step, int steps) {
+  const int ahead = min(p.stages, steps);
+  pdl_wait();
+  pdl_trigger();
+  for (int s = 0; s < ahead; ++s) load_x<Tile>(p, ring + s * Tile::bytes, full + s, first_token, first_step + s);
+  int stage = 0, phase = 0;
+  for (int step = ahead; step < steps; ++step) {
+    ptx::mbarrier_wait(empty + stage, phase);
+    load_weights<Tile>(p, ring + stage * Tile::bytes, full + stage, first_row, first_token, first_step + step);
+    load_x<Tile>(p, ring + stage * Tile::bytes, full + stage, first_token, first_step + step);
+    if (++stage == p.stages) {
+      stage = 0;
+      phase ^= 1;
+    }
   }
 }
 
@@ -211,6 +254,71 @@ __device__ __forceinline__ void multiply_stage(const WgmmaParams& p, float (&acc
       ptx::wgmma_registers<T, N>(acc[m], f[8 * u + 4], f[8 * u + 5], f[8 * u + 6], f[8 * u + 7], b + 2, true);
     }
     ptx::wgmma_commit();
+  }
+}
+
+// -- results ----------------------------------------------------------------------------------------------------------
+
+// TOKENS of a tile's results in shared memory: 16 bits, [token][row].
+template <typename Tile, int TOKENS>
+struct ResultTile {
+  static constexpr int tokens = TOKENS, rows = Tile::rows, consumers = Tile::consumers;
+  static constexpr int pitch = rows * 2 + 16;  // bytes: keeps stmatrix free of bank conflicts
+  static constexpr int bytes = (tokens + 15) / 16 * 16 * pitch;
+};
+
+// The bias of rows g and g + 8 of a warp's 16 from `row` on, g = lane / 4; 0 without one.
+template <typename T>
+__device__ __forceinline__ float2 load_bias(const WgmmaParams& p, int row, int lane) {
+  if (!p.bias) return make_float2(0.f, 0.f);
+  row += lane / 4;
+  const T* const bias = reinterpret_cast<const T*>(p.bias) + row;
+  return make_float2(row < p.outputs ? static_cast<float>(bias[0]) : 0.f,
+                     row + 8 < p.outputs ? static_cast<float>(bias[8]) : 0.f);
+}
+
+// Sums of a warp's 16 rows from row_of_warp on, and their bias, into the buffer of results. sums: fragments of 8
+// tokens, of which `tokens` from the first_token-th on are those of the buffer.
+template <typename T, typename Results, int SIZE>
+__device__ __forceinline__ void stage_results(const WgmmaParams& p, const float (&sums)[SIZE], int first_token,
+                                              int tokens, float2 bias, uint32_t buffer, int row_of_warp, int lane) {
+  const uint32_t to = buffer + (lane / 16 * 8 + lane % 8) * Results::pitch + (row_of_warp + lane / 8 % 2 * 8) * 2;
+#pragma unroll
+  for (int j = 0; j < (Results::tokens + 15) / 16; ++j) {
+    if (j * 16 >= tokens) break;
+    unsigned m[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int f = first_token / 2 + j * 8 + 2 * i;
+      const float of_row = i % 2 == 0 ? bias.x : bias.y;
+      if (j * 8 + 2 * i < tokens / 2) {
+        m[i] = ptx::pack_pair<T>(
+            make_float2(fmaf(sums[f], p.scale_of_sums, of_row), fmaf(sums[f + 1], p.scale_of_sums, of_row)));
+      }
+    }
+    ptx::store_matrices_transposed(to + j * 16 * Results::pitch, m);
+  }
+}
+
+// `count` tokens of the buffer to the result, from row and token `first_...` on. All consumers call this.
+template <typename Results>
+__device__ __forceinline__ void copy_results(const WgmmaParams& p, uint32_t buffer, int first_row, int first_token,
+                                             int count) {
+  constexpr int kPacks = Results::rows / 8;
+  for (int i = threadIdx.x; i < count * kPacks; i += Results::consumers) {
+    const int token = i / kPacks, row = i % kPacks * 8;
+    if (first_row + row >= p.outputs) continue;
+    const uint4 v = ptx::load_shared_uint4(buffer + token * Results::pitch + row * 2);
+    char* const out = p.out + (first_token + token) * p.out_stride + int64_t{first_row + row} * 2;
+    if (p.aligned_out) {
+      *reinterpret_cast<uint4*>(out) = v;
+    } else {
+      const uint32_t words_of[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        reinterpret_cast<unsigned short*>(out)[e] = static_cast<unsigned short>(words_of[e / 2] >> 16 * (e % 2));
+      }
+    }
   }
 }
 

@@ -63,6 +63,21 @@ STREAM_TILES = (
     Tile(224, 128, 1, 2.95, 2.6),
 )
 """Those of ``w4a16_stream_kernel``, in the order there."""
+PAIR_TILES = (
+    Tile(64, 128, 2, 2.4, 2.3),
+    Tile(80, 128, 2, 2.5, 2.3),
+    Tile(96, 128, 2, 2.6, 2.3),
+    Tile(112, 128, 1, 2.8, 2.35),
+    Tile(128, 128, 1, 2.89, 2.35),
+    Tile(128, 192, 1, 2.95, 2.5),
+    Tile(160, 128, 1, 3.07, 2.45),
+    Tile(160, 192, 1, 2.95, 2.6),
+    Tile(192, 128, 1, 3.0, 2.5),
+    Tile(192, 192, 1, 2.95, 2.68),
+    Tile(224, 128, 1, 2.95, 2.6),
+    Tile(256, 128, 1, 2.91, 2.66),
+)
+"""Those of ``w4a16_pair_kernel``, in the order there."""
 MAX_STREAM_CTAS = 256
 """kMaxStreamCtas of csrc/w4a16_stream.cuh."""
 
@@ -81,14 +96,14 @@ class Plan(NamedTuple):
     """A kernel and its options."""
 
     kernel: str
-    """"mma": ``w4a16_kernel``. "wgmma": ``w4a16_wgmma_kernel``. "stream": ``w4a16_stream_kernel``. "vendor": its GEMM
-    of the weight in 16 bits."""
+    """"mma": ``w4a16_kernel``. "wgmma": ``w4a16_wgmma_kernel``. "stream": ``w4a16_stream_kernel``. "pairs":
+    ``w4a16_pair_kernel``. "vendor": its GEMM of the weight in 16 bits."""
     tile: int = -1
-    """of :data:`TILES` for "wgmma", of :data:`STREAM_TILES` for "stream" """
+    """of :data:`TILES` for "wgmma", of :data:`STREAM_TILES` for "stream", of :data:`PAIR_TILES` for "pairs" """
     splits: int = 1
-    """slices of K, for "wgmma"; 2 for a cluster of two CTAs that halve K of each tile, for "stream" """
+    """slices of K"""
     ctas: int = 0
-    """persistent CTAs that share the work, for "stream" """
+    """for "stream": persistent CTAs that share the work; for "pairs": two for each tile"""
     scratch: int = 0
     """float32 for the sums of slices, which a second kernel adds up, and for those of CTAs that share a tile; 0: the
     slices are a cluster, and no tile is shared"""
@@ -128,7 +143,7 @@ def _on_hopper(tokens: int, rows: int, columns: int, sms: int) -> Plan:
         ),
         *(
             (_pairs_us(tile, columns), _pairs(number, tokens, rows))
-            for number, tile in enumerate(STREAM_TILES)
+            for number, tile in enumerate(PAIR_TILES)
             if 2 * -(-tokens // tile.tokens) * -(-rows // tile.rows) <= sms and columns > _K_STEP
         ),
     )
@@ -174,9 +189,8 @@ def _stream(number: int, row_ctas: int, tokens: int, rows: int) -> Plan:
 
 
 def _pairs(number: int, tokens: int, rows: int) -> Plan:
-    tile = STREAM_TILES[number]
-    ctas = 2 * -(-tokens // tile.tokens) * -(-rows // tile.rows)
-    return Plan("stream", number, splits=2, ctas=ctas, scratch=ctas * tile.tokens * tile.rows // 2)
+    tile = PAIR_TILES[number]
+    return Plan("pairs", number, splits=2, ctas=2 * -(-tokens // tile.tokens) * -(-rows // tile.rows))
 
 
 def _pairs_us(tile: Tile, columns: int) -> float:

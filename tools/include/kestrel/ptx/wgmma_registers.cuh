@@ -58,6 +58,13 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[SIZE], uint32_t a0, u
   KESTREL_REGISTERS_32, "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), \
       "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]),      \
       "+f"(d[31])
+#define KESTREL_NAMES_80 \
+  KESTREL_NAMES_64       \
+  ", "                   \
+  "%32, %33, %34, %35, %36, %37, %38, %39"
+#define KESTREL_REGISTERS_80                                                                                       \
+  KESTREL_REGISTERS_64, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), \
+      "+f"(d[39])
 #define KESTREL_NAMES_96 \
   KESTREL_NAMES_64       \
   ", "                   \
@@ -66,6 +73,13 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[SIZE], uint32_t a0, u
   KESTREL_REGISTERS_64, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), \
       "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]),      \
       "+f"(d[47])
+#define KESTREL_NAMES_112 \
+  KESTREL_NAMES_96        \
+  ", "                    \
+  "%48, %49, %50, %51, %52, %53, %54, %55"
+#define KESTREL_REGISTERS_112                                                                                      \
+  KESTREL_REGISTERS_96, "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), \
+      "+f"(d[55])
 #define KESTREL_NAMES_128                                                                                          \
   KESTREL_NAMES_64                                                                                                 \
   ", "                                                                                                             \
@@ -129,8 +143,12 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[SIZE], uint32_t a0, u
     KESTREL_WGMMA_TYPES("32", KESTREL_NAMES_32, "%16, %17, %18, %19", "%20", "%21", KESTREL_REGISTERS_32)
   } else if constexpr (N == 64) {
     KESTREL_WGMMA_TYPES("64", KESTREL_NAMES_64, "%32, %33, %34, %35", "%36", "%37", KESTREL_REGISTERS_64)
+  } else if constexpr (N == 80) {
+    KESTREL_WGMMA_TYPES("80", KESTREL_NAMES_80, "%40, %41, %42, %43", "%44", "%45", KESTREL_REGISTERS_80)
   } else if constexpr (N == 96) {
     KESTREL_WGMMA_TYPES("96", KESTREL_NAMES_96, "%48, %49, %50, %51", "%52", "%53", KESTREL_REGISTERS_96)
+  } else if constexpr (N == 112) {
+    KESTREL_WGMMA_TYPES("112", KESTREL_NAMES_112, "%56, %57, %58, %59", "%60", "%61", KESTREL_REGISTERS_112)
   } else if constexpr (N == 128) {
     KESTREL_WGMMA_TYPES("128", KESTREL_NAMES_128, "%64, %65, %66, %67", "%68", "%69", KESTREL_REGISTERS_128)
   } else if constexpr (N == 160) {
@@ -142,7 +160,7 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[SIZE], uint32_t a0, u
   } else if constexpr (N == 256) {
     KESTREL_WGMMA_TYPES("256", KESTREL_NAMES_256, "%128, %129, %130, %131", "%132", "%133", KESTREL_REGISTERS_256)
   } else {
-    static_assert(N == 0, "N is 8, 16, 32, 64, 96, 128, 160, 192, 224 or 256");
+    static_assert(N == 0, "N is 8, 16, 32, 64, 80, 96, 112, 128, 160, 192, 224 or 256");
   }
 #undef KESTREL_NAMES_8
 #undef KESTREL_REGISTERS_8
@@ -152,8 +170,12 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[SIZE], uint32_t a0, u
 #undef KESTREL_REGISTERS_32
 #undef KESTREL_NAMES_64
 #undef KESTREL_REGISTERS_64
+#undef KESTREL_NAMES_80
+#undef KESTREL_REGISTERS_80
 #undef KESTREL_NAMES_96
 #undef KESTREL_REGISTERS_96
+#undef KESTREL_NAMES_112
+#undef KESTREL_REGISTERS_112
 #undef KESTREL_NAMES_128
 #undef KESTREL_REGISTERS_128
 #undef KESTREL_NAMES_160
