@@ -31,18 +31,17 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
   const int rank = blockIdx.x % 2, first_row = blockIdx.x / 2 * Tile::rows, first_token = blockIdx.y * N;
   const int steps = (p.steps + 1 - rank) / 2, first_step = rank * ((p.steps + 1) / 2);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32 % 4, warpgroup = thread / 128;
-  if (thread == Tile::consumers) {
-    init_ring<Tile>(p, full, empty);
+  prefetch_maps<Tile>(p);
+  if (thread == 0) {
     ptx::mbarrier_init(&received, 1);
-    ptx::fence_mbarrier_init();
+    init_ring<Tile>(p, full, empty);
     ptx::mbarrier_arrive_expect_tx(&received, Half::sum_bytes);
-    start_loads<Tile>(p, ring, full, first_row, first_token, first_step, steps);
   }
   __syncthreads();
 
   if (thread >= Tile::consumers) {
     ptx::reduce_registers<Tile::producer_registers>();
-    if (thread == Tile::consumers) load_stages<Tile>(p, ring, full, empty, first_row, first_token, first_step, steps);
+    load_tile<Tile>(p, ring, full, empty, first_row, first_token, first_step, steps);
     return;  // the cluster's barrier does not wait for threads that have left
   }
 
@@ -54,19 +53,17 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
   uint32_t fragments[Tile::depth][8 * Tile::batch];
   const int row_of_warp = warpgroup * 64 + warp * 16;
   const StagePlace<Tile> place(ring, row_of_warp, lane);
-  int stage = 0, phase = 0, previous = 0;
+  RingPlace at;
+  int previous = 0;
   for (int i = 0; i < steps; ++i) {
-    ptx::mbarrier_wait(full + stage, phase);
+    ptx::mbarrier_wait(full + at.stage, at.phase);
     const auto previous_done = [&] {
       __syncwarp();
       if (i > 0 && lane == 0) ptx::mbarrier_arrive(empty + previous);
     };
-    multiply_stage<T, ZEROS, Tile>(p, acc, fragments, place, stage * Tile::bytes, previous_done, i > 0);
-    previous = stage;
-    if (++stage == p.stages) {
-      stage = 0;
-      phase ^= 1;
-    }
+    multiply_stage<T, ZEROS, Tile>(p, acc, fragments, place, at.stage * Tile::bytes, previous_done, i > 0);
+    previous = at.stage;
+    at.advance(p.stages);
   }
   ptx::wgmma_wait<0>();
   ptx::wgmma_fence_registers(acc[0]);
@@ -74,7 +71,8 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
   // -- sums --
 
   __syncwarp();
-  ptx::cluster_sync();  // both rings are free
+  ptx::cluster_arrive_relaxed();
+  ptx::cluster_wait();  // both rings are free
   const uint32_t to = ptx::map_shared(ring + thread * 16, 1 - rank),
                  barrier = ptx::map_shared(ptx::shared_address(&received), 1 - rank);
   const float2 bias = load_bias<T>(p, first_row + row_of_warp, lane);

@@ -35,17 +35,6 @@ struct StreamTile {
   static_assert(sum_fragments * fragment_bytes <= Tile::bytes && Tile::m_blocks == 1);
 };
 
-// A CTA's place in the ring.
-struct RingPlace {
-  int stage = 0, phase = 0;
-  __device__ __forceinline__ void advance(int stages) {
-    if (++stage == stages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-
 // What a CTA does: steps begin to end of those of all row tiles, for a token tile. Its row tiles are `count` ones from
 // `first` on, in the order of the work: whole ones, the one that goes on in the next CTA, and the one that began in a
 // CTA before.
@@ -129,19 +118,7 @@ __global__ void __launch_bounds__(kMaxStreamCtas) w4a16_stream_flags_kernel(cons
   p.flags[threadIdx.x] = 0;
 }
 
-// One thread: lets the consumers write results into STAGES stages of the ring that are empty.
-template <int STAGES>
-__device__ __forceinline__ void release_for_results(const StreamParams& p, uint64_t* full, const uint64_t* empty,
-                                                    RingPlace& at) {
-#pragma unroll 1
-  for (int i = 0; i < STAGES; ++i) {
-    ptx::mbarrier_wait(empty + at.stage, at.phase ^ 1);
-    ptx::mbarrier_arrive(full + at.stage);
-    at.advance(p.stages);
-  }
-}
-
-// One thread: loads the sums of another CTA.
+// The thread that loads weights: loads the sums of another CTA.
 template <typename Tile>
 __device__ __forceinline__ void load_sums(const StreamParams& p, int cta, uint32_t ring, uint64_t* full,
                                           const uint64_t* empty, RingPlace& at) {
@@ -158,42 +135,55 @@ __device__ __forceinline__ void load_sums(const StreamParams& p, int cta, uint32
   }
 }
 
-// One thread: all loads of a CTA behind start_loads() of its first tile.
-template <typename Tile>
+// One of the two threads that load: its arrival at COUNT stages once they are empty, in which the consumers write
+// results or the other thread loads sums.
+template <int COUNT>
+__device__ __forceinline__ void skip_stages(const StreamParams& p, uint64_t* full, const uint64_t* empty,
+                                            RingPlace& at) {
+#pragma unroll 1
+  for (int i = 0; i < COUNT; ++i) {
+    ptx::mbarrier_wait(empty + at.stage, at.phase ^ 1);
+    ptx::mbarrier_arrive(full + at.stage);
+    at.advance(p.stages);
+  }
+}
+
+// Producers: all loads of a CTA. X: those of x, else those of the weights, and of the sums of other CTAs.
+template <typename Tile, bool X>
 __device__ __forceinline__ void stream_loads(const StreamParams& p, uint32_t ring, uint64_t* full,
                                              const uint64_t* empty, const StreamShare& share) {
-  const Piece at_start = piece_of(p, share.tile(0), share);
-  const int ahead = min(p.stages, at_start.end - at_start.first);
-  pdl_wait();
-  pdl_trigger();
-  for (int s = 0; s < ahead; ++s) {
-    load_x<Tile>(p, ring + s * Tile::bytes, full + s, share.first_token, at_start.first + s);
-  }
   RingPlace at;
-  int loaded = ahead;
+  if (X) {
+    pdl_wait();
+    pdl_trigger();
+  }
   for (int t = 0; t < share.count; ++t) {
     const int tile = share.tile(t);
     const Piece piece = piece_of(p, tile, share);
     for (int step = piece.first; step < piece.end; ++step) {
-      if (loaded > 0) {
-        --loaded;
+      ptx::mbarrier_wait(empty + at.stage, at.phase ^ 1);
+      const uint32_t to = ring + at.stage * Tile::bytes;
+      if constexpr (X) {
+        load_x<Tile>(p, to, full + at.stage, share.first_token, step);
       } else {
-        ptx::mbarrier_wait(empty + at.stage, at.phase ^ 1);
-        load_weights<Tile>(p, ring + at.stage * Tile::bytes, full + at.stage, tile * Tile::rows, share.first_token,
-                           step);
-        load_x<Tile>(p, ring + at.stage * Tile::bytes, full + at.stage, share.first_token, step);
+        load_weights<Tile>(p, to, full + at.stage, tile * Tile::rows, step);
       }
       at.advance(p.stages);
     }
     if (piece.end < p.steps) continue;
     if (piece.first > 0) {
       for (int number = first_contributor(p, tile, share.number); number < share.number; ++number) {
-        const int cta = blockIdx.x - (share.number - number) * p.token_tiles;
-        wait_for_flag(p.flags + cta);
-        load_sums<Tile>(p, cta, ring, full, empty, at);
+        if constexpr (X) {
+          skip_stages<StreamTile<Tile>::sum_chunks>(p, full, empty, at);
+        } else {
+          const int cta = blockIdx.x - (share.number - number) * p.token_tiles;
+          pdl_wait();  // for the launch that clears the flags
+          wait_for_flag(p.flags + cta);
+          load_sums<Tile>(p, cta, ring, full, empty, at);
+        }
       }
     }
-    release_for_results<StreamTile<Tile>::out_chunks>(p, full, empty, at);
+    skip_stages<StreamTile<Tile>::out_chunks>(p, full, empty, at);
   }
 }
 
@@ -262,20 +252,18 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
   __shared__ uint64_t full[Tile::max_stages], empty[Tile::max_stages];
   __shared__ StreamShare share;  // in registers it would cost the products theirs
   const uint32_t ring = (ptx::shared_address(dynamic) + Tile::alignment - 1) / Tile::alignment * Tile::alignment;
-  if (threadIdx.x == Tile::consumers) {
+  prefetch_maps<Tile>(p);
+  if (threadIdx.x == 0) {
     init_ring<Tile>(p, full, empty);
-    ptx::fence_mbarrier_init();
     share = share_of_cta(p, Tile::tokens);
-    const int tile = share.tile(0);
-    const Piece piece = piece_of(p, tile, share);
-    start_loads<Tile>(p, ring, full, tile * Tile::rows, share.first_token, piece.first, piece.end - piece.first);
   }
   __syncthreads();
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32 % 4, warpgroup = thread / 128;
 
   if (thread >= Tile::consumers) {
     ptx::reduce_registers<Tile::producer_registers>();
-    if (thread == Tile::consumers) stream_loads<Tile>(p, ring, full, empty, share);
+    if (thread == Tile::consumers) stream_loads<Tile, false>(p, ring, full, empty, share);
+    if (thread == Tile::consumers + 32) stream_loads<Tile, true>(p, ring, full, empty, share);
     return;
   }
 

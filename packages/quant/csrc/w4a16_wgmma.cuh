@@ -120,22 +120,21 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
   const int first_row = row_tile * Tile::rows, first_token = blockIdx.y * N;
   const int first_step = static_cast<int>(int64_t{p.steps} * split / p.splits);
   const int steps = static_cast<int>(int64_t{p.steps} * (split + 1) / p.splits) - first_step;
-  if (threadIdx.x == Tile::consumers) {
-    init_ring<Tile>(p, full, empty);
+  prefetch_maps<Tile>(p);
+  if (threadIdx.x == 0) {
     ptx::mbarrier_init(&received, 1);
-    ptx::fence_mbarrier_init();
+    init_ring<Tile>(p, full, empty);
     if (p.cluster > 1) {
       const int of_rank = tokens_of(split, p.cluster, min(p.tokens - first_token, N)).count;
       ptx::mbarrier_arrive_expect_tx(&received, (p.cluster - 1) * of_rank * (Tile::pitch * 4));
     }
-    start_loads<Tile>(p, ring, full, first_row, first_token, first_step, steps);
   }
   __syncthreads();
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32 % 4, warpgroup = thread / 128;
 
   if (thread >= Tile::consumers) {
     ptx::reduce_registers<Tile::producer_registers>();
-    if (thread == Tile::consumers) load_stages<Tile>(p, ring, full, empty, first_row, first_token, first_step, steps);
+    load_tile<Tile>(p, ring, full, empty, first_row, first_token, first_step, steps);
     if (p.cluster > 1) {  // as the consumers do in finish_tile()
       __syncwarp();
       ptx::cluster_arrive_relaxed();
@@ -154,19 +153,17 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
   uint32_t fragments[Tile::depth][8 * Tile::batch] = {};
   const int row_of_warp = warpgroup * M * 64 + warp * 16;  // of block 0
   const StagePlace<Tile> place(ring, row_of_warp, lane);
-  int stage = 0, phase = 0, previous = 0;
+  RingPlace at;
+  int previous = 0;
   for (int left = steps; left > 0; --left) {
-    ptx::mbarrier_wait(full + stage, phase);
+    ptx::mbarrier_wait(full + at.stage, at.phase);
     const auto previous_done = [&] {
       __syncwarp();
       if (left < steps && lane == 0) ptx::mbarrier_arrive(empty + previous);
     };
-    multiply_stage<T, ZEROS, Tile>(p, acc, fragments, place, stage * Tile::bytes, previous_done, left < steps);
-    previous = stage;
-    if (++stage == p.stages) {
-      stage = 0;
-      phase ^= 1;
-    }
+    multiply_stage<T, ZEROS, Tile>(p, acc, fragments, place, at.stage * Tile::bytes, previous_done, left < steps);
+    previous = at.stage;
+    at.advance(p.stages);
   }
   ptx::wgmma_wait<0>();
 #pragma unroll

@@ -140,23 +140,17 @@ void launch_group(const W4Params& p, int tile, DLDevice device) {
   const auto launch = [&](auto of) { launch_tiles<T, ZEROS, decltype(of)>(p, device); };
   switch (tile) {
     case 0:
-      return launch(WgmmaTile<32, GROUP, 1, 2, 128, 1, 2, 2>());
+      return launch(WgmmaTile<16, GROUP, 1, 2, 256, 1, 2, 2>());
     case 1:
-      return launch(WgmmaTile<32, GROUP, 1, 4, 256, 2, 1, 2>());
+      return launch(WgmmaTile<32, GROUP, 1, 2, 128, 1, 2, 2>());
     case 2:
-      return launch(WgmmaTile<64, GROUP, 1, 2, 128, 1, 2, 2>());
+      return launch(WgmmaTile<32, GROUP, 1, 4, 256, 2, 1, 2>());
     case 3:
-      return launch(WgmmaTile<64, GROUP, 1, 4, 256, 2, 1, 2>());
+      return launch(WgmmaTile<64, GROUP, 1, 2, 128, 1, 2, 2>());
     case 4:
-      return launch(WgmmaTile<96, GROUP, 1, 2, 128, 1, 1, 2>());
+      return launch(WgmmaTile<64, GROUP, 1, 4, 256, 2, 1, 2>());
     case 5:
-      return launch(WgmmaTile<128, GROUP, 1, 2, 128, 1, 1, 2>());
-    case 6:
-      return launch(WgmmaTile<128, GROUP, 1, 3, 128, 1, 1, 4>());
-    case 7:
-      return launch(WgmmaTile<192, GROUP, 1, 2, 128, 1, 1, 2>());
-    case 8:
-      return launch(WgmmaTile<256, GROUP, 1, 2, 128, 1, 1, 4>());
+      return launch(WgmmaTile<96, GROUP, 1, 2, 128, 1, 1, 2>());
   }
   unsupported("a tile of this number");
 }
@@ -167,28 +161,36 @@ void launch_group_pairs(const W4Params& p, int tile, DLDevice device) {
   const auto launch = [&](auto of) { launch_pairs<T, ZEROS, decltype(of)>(p, device); };
   switch (tile) {
     case 0:
-      return launch(WgmmaTile<64, GROUP, 1, 2, 128, 1, 2, 2>());
+      return launch(WgmmaTile<16, GROUP, 1, 2, 128, 1, 2, 2>());
     case 1:
-      return launch(WgmmaTile<80, GROUP, 1, 2, 128, 1, 2, 2>());
+      return launch(WgmmaTile<16, GROUP, 1, 2, 256, 1, 2, 2>());
     case 2:
-      return launch(WgmmaTile<96, GROUP, 1, 2, 128, 1, 2, 2>());
+      return launch(WgmmaTile<32, GROUP, 1, 2, 128, 1, 2, 2>());
     case 3:
-      return launch(WgmmaTile<112, GROUP, 1, 2, 128, 1, 1, 4>());
+      return launch(WgmmaTile<32, GROUP, 1, 2, 256, 1, 2, 2>());
     case 4:
-      return launch(WgmmaTile<128, GROUP, 1, 2, 128, 1, 1, 4>());
+      return launch(WgmmaTile<64, GROUP, 1, 2, 128, 1, 2, 2>());
     case 5:
-      return launch(WgmmaTile<128, GROUP, 1, 3, 128, 1, 1, 4>());
+      return launch(WgmmaTile<80, GROUP, 1, 2, 128, 1, 2, 2>());
     case 6:
-      return launch(WgmmaTile<160, GROUP, 1, 2, 128, 1, 1, 4>());
+      return launch(WgmmaTile<96, GROUP, 1, 2, 128, 1, 2, 2>());
     case 7:
-      return launch(WgmmaTile<160, GROUP, 1, 3, 128, 1, 1, 4>());
+      return launch(WgmmaTile<112, GROUP, 1, 2, 128, 1, 1, 4>());
     case 8:
-      return launch(WgmmaTile<192, GROUP, 1, 2, 128, 1, 1, 4>());
+      return launch(WgmmaTile<128, GROUP, 1, 2, 128, 1, 1, 4>());
     case 9:
-      return launch(WgmmaTile<192, GROUP, 1, 3, 128, 1, 1, 2>());
+      return launch(WgmmaTile<128, GROUP, 1, 3, 128, 1, 1, 4>());
     case 10:
-      return launch(WgmmaTile<224, GROUP, 1, 2, 128, 1, 1, 4>());
+      return launch(WgmmaTile<160, GROUP, 1, 2, 128, 1, 1, 4>());
     case 11:
+      return launch(WgmmaTile<160, GROUP, 1, 3, 128, 1, 1, 4>());
+    case 12:
+      return launch(WgmmaTile<192, GROUP, 1, 2, 128, 1, 1, 4>());
+    case 13:
+      return launch(WgmmaTile<192, GROUP, 1, 3, 128, 1, 1, 2>());
+    case 14:
+      return launch(WgmmaTile<224, GROUP, 1, 2, 128, 1, 1, 4>());
+    case 15:
       return launch(WgmmaTile<256, GROUP, 1, 2, 128, 1, 1, 4>());
   }
   unsupported("a tile of this number");

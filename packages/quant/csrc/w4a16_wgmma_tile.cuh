@@ -119,12 +119,34 @@ struct WgmmaParams : W4Params {
   float scale_of_sums = 1.f;  // that of WeightDecoder
 };
 
-// One thread: codes, scales and zeros of a stage, and the bytes that full waits for, those of x as well.
+// The tensor maps of the threads that load weights and x, which these threads prefetch. For the start of a kernel.
+template <typename Tile>
+__device__ __forceinline__ void prefetch_maps(const WgmmaParams& p) {
+  if (threadIdx.x == Tile::consumers) {
+    ptx::prefetch_tensor_map(p.code_map);
+    ptx::prefetch_tensor_map(p.scale_map);
+  } else if (threadIdx.x == Tile::consumers + 32) {
+    ptx::prefetch_tensor_map(p.x_map);
+    ptx::prefetch_tensor_map(p.x_last_map);
+  }
+}
+
+// One thread: the mbarriers of a ring. full[stage] waits for the threads that load weights and x, and for their bytes,
+// empty[stage] for the consumer warps.
+template <typename Tile>
+__device__ __forceinline__ void init_ring(const WgmmaParams& p, uint64_t* full, uint64_t* empty) {
+  for (int s = 0; s < p.stages; ++s) {
+    ptx::mbarrier_init(full + s, 2);
+    ptx::mbarrier_init(empty + s, Tile::consumers / 32);
+  }
+  ptx::fence_mbarrier_init();
+}
+
+// One thread: codes, scales and zeros of a stage.
 template <typename Tile>
 __device__ __forceinline__ void load_weights(const WgmmaParams& p, uint32_t to, uint64_t* full, int first_row,
-                                             int first_token, int step) {
-  const int x_bytes = min(Tile::tokens, p.tokens - first_token) * (Tile::step / kBlock * kLineBytes);
-  ptx::mbarrier_arrive_expect_tx(full, Tile::code_bytes + x_bytes + Tile::scale_bytes * (p.zeros ? 2 : 1));
+                                             int step) {
+  ptx::mbarrier_arrive_expect_tx(full, Tile::code_bytes + Tile::scale_bytes * (p.zeros ? 2 : 1));
 #pragma unroll
   for (int part = 0; part < Tile::parts; ++part) {
     const int k = step * Tile::step + part * kStep;
@@ -141,50 +163,46 @@ __device__ __forceinline__ void load_weights(const WgmmaParams& p, uint32_t to, 
   }
 }
 
+// One thread: x of a stage.
 template <typename Tile>
 __device__ __forceinline__ void load_x(const WgmmaParams& p, uint32_t to, uint64_t* full, int first_token, int step) {
-  const CUtensorMap& map = p.tokens - first_token < Tile::tokens ? p.x_last_map : p.x_map;
+  const int tokens = min(Tile::tokens, p.tokens - first_token);
+  const CUtensorMap& map = tokens < Tile::tokens ? p.x_last_map : p.x_map;
+  ptx::mbarrier_arrive_expect_tx(full, tokens * (Tile::step / kBlock * kLineBytes));
 #pragma unroll
   for (int block = 0; block < Tile::step / kBlock; ++block) {
     ptx::tma_load(to + Tile::x + block * Tile::block_bytes, map, step * Tile::step + block * kBlock, first_token, full);
   }
 }
 
-// One thread: the mbarriers of a ring. full[stage] waits for its loads, empty[stage] for the consumer warps.
-template <typename Tile>
-__device__ __forceinline__ void init_ring(const WgmmaParams& p, uint64_t* full, uint64_t* empty) {
-  for (int s = 0; s < p.stages; ++s) {
-    ptx::mbarrier_init(full + s, 1);
-    ptx::mbarrier_init(empty + s, Tile::consumers / 32);
-  }
-}
-
-// One thread: the weights of the stages that fit into the ring at once. They need not wait for the launch before.
-template <typename Tile>
-__device__ __forceinline__ void start_loads(const WgmmaParams& p, uint32_t ring, uint64_t* full, int first_row,
-                                            int first_token, int first_step, int steps) {
-  ptx::prefetch_tensor_map(p.tokens - first_token < Tile::tokens ? p.x_last_map : p.x_map);
-  for (int s = 0; s < min(p.stages, steps); ++s) {
-    load_weights<Tile>(p, ring + s * Tile::bytes, full + s, first_row, first_token, first_step + s);
-  }
-}
-
-// One thread: all loads of a tile behind start_loads().
-template <typename Tile>
-__device__ __forceinline__ void load_stages(const WgmmaParams& p, uint32_t ring, uint64_t* full, const uint64_t* empty,
-                                            int first_row, int first_token, int first_step, int steps) {
-  const int ahead = min(p.stages, steps);
-  pdl_wait();
-  pdl_trigger();
-  for (int s = 0; s < ahead; ++s) load_x<Tile>(p, ring + s * Tile::bytes, full + s, first_token, first_step + s);
+// A thread's place in the ring.
+struct RingPlace {
   int stage = 0, phase = 0;
-  for (int step = ahead; step < steps; ++step) {
-    ptx::mbarrier_wait(empty + stage, phase);
-    load_weights<Tile>(p, ring + stage * Tile::bytes, full + stage, first_row, first_token, first_step + step);
-    load_x<Tile>(p, ring + stage * Tile::bytes, full + stage, first_token, first_step + step);
-    if (++stage == p.stages) {
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) {
       stage = 0;
       phase ^= 1;
+    }
+  }
+};
+
+// Producers: all loads of a tile.
+template <typename Tile>
+__device__ __forceinline__ void load_tile(const WgmmaParams& p, uint32_t ring, uint64_t* full, const uint64_t* empty,
+                                          int first_row, int first_token, int first_step, int steps) {
+  RingPlace at;
+  const bool weights = threadIdx.x == Tile::consumers, x = threadIdx.x == Tile::consumers + 32;
+  if (weights) {
+    for (int step = first_step; step < first_step + steps; ++step, at.advance(p.stages)) {
+      ptx::mbarrier_wait(empty + at.stage, at.phase ^ 1);
+      load_weights<Tile>(p, ring + at.stage * Tile::bytes, full + at.stage, first_row, step);
+    }
+  } else if (x) {
+    pdl_wait();
+    pdl_trigger();
+    for (int step = first_step; step < first_step + steps; ++step, at.advance(p.stages)) {
+      ptx::mbarrier_wait(empty + at.stage, at.phase ^ 1);
+      load_x<Tile>(p, ring + at.stage * Tile::bytes, full + at.stage, first_token, step);
     }
   }
 }

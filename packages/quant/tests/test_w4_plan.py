@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kestrel_quant import _w4_plan
-from kestrel_quant._w4_plan import MAX_STREAM_CTAS, STREAM_TILES, TILES, Plan, Tile, plan
+from kestrel_quant._w4_plan import MAX_STREAM_CTAS, PAIR_TILES, STREAM_TILES, TILES, Plan, Tile, plan
 
 CSRC = Path(__file__).parents[1] / "csrc"
 
@@ -27,14 +27,14 @@ SHAPES = [
 
 
 def tile_of(chosen: Plan) -> Tile:
-    return STREAM_TILES[chosen.tile] if chosen.kernel == "stream" else TILES[chosen.tile]
+    return {"wgmma": TILES, "stream": STREAM_TILES, "pairs": PAIR_TILES}[chosen.kernel][chosen.tile]
 
 
 def range_of(tokens: int) -> int:
     """The first T of the range that the documentation of w4a16_linear promises."""
-    if tokens <= 16:
-        return 1
-    return 17 if tokens <= 32 else 33 if tokens <= 64 else (tokens - 1) // 32 * 32 + 1
+    return next(
+        (first for first, most in ((1, 8), (9, 16), (17, 32), (33, 64)) if tokens <= most), (tokens - 1) // 32 * 32 + 1
+    )
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
@@ -42,7 +42,7 @@ def test_within_a_range_of_tokens_the_tiles_are_the_same(rows: int, columns: int
     for tokens in range(1, 4200):
         first, own = plan(range_of(tokens), rows, columns, SMS), plan(tokens, rows, columns, SMS)
         assert own == first, tokens
-        if own.tile >= 0:
+        if own.kernel == "stream":
             of_tile = tile_of(own).tokens
             assert -(-tokens // of_tile) == -(-range_of(tokens) // of_tile), tokens
 
@@ -59,16 +59,15 @@ def test_slices_have_k_and_memory_of_their_own(rows: int, columns: int, sms: int
         row_tiles, token_tiles = -(-rows // tile.rows), -(-tokens // tile.tokens)
         if chosen.kernel == "stream":
             row_ctas = chosen.ctas // token_tiles
-            if chosen.splits == 2:
-                assert row_ctas == 2 * row_tiles
-                assert chosen.ctas == row_ctas * token_tiles <= sms
-                assert chosen.scratch == chosen.ctas * tile.tokens * tile.rows // 2
-                assert columns > 128
-                continue
             assert chosen.splits == 1
             assert 1 <= chosen.ctas == row_ctas * token_tiles <= sms
             shared = row_tiles % row_ctas != 0
             assert chosen.scratch == (MAX_STREAM_CTAS + chosen.ctas * tile.tokens * tile.rows if shared else 0)
+            continue
+        if chosen.kernel == "pairs":
+            assert chosen == Plan("pairs", chosen.tile, 2, chosen.ctas)
+            assert 2 * row_tiles * token_tiles <= chosen.ctas <= sms * tile.ctas  # those of the most tokens of a range
+            assert columns > tile.step
             continue
         assert chosen.ctas == 0
         assert 1 <= chosen.splits <= min(8, -(-columns // 128))
@@ -97,22 +96,26 @@ def test_a_small_weight_runs_no_wgmma() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "rows", "columns", "tile"),
+    ("tokens", "rows", "columns", "kernel", "tile"),
     [
-        (17, 1024, 1024, 0),
-        (32, 8192, 16376, 0),
-        (32, 8192, 16384, 1),  # 2^27 elements
-        (33, 1024, 1024, 2),
-        (64, 8192, 16376, 2),
-        (64, 8192, 16384, 3),
-        (128, 2048, 2048, 2),  # 2^22 elements
+        (8, 14336, 4096, "mma", None),
+        (8, 28672, 4096, "wgmma", (16, 128)),
+        (16, 4096, 4096, "mma", None),
+        (16, 14336, 4096, "pairs", (16, 128)),
+        (32, 4096, 4096, "wgmma", (32, 128)),
+        (32, 14336, 4096, "pairs", (32, 128)),
+        (64, 28672, 4096, "wgmma", (64, 256)),
+        (128, 2048, 2048, "pairs", (32, 128)),
+        (384, 2048, 2048, "pairs", (96, 128)),
+        (512, 4096, 4096, "stream", (128, 128)),
+        (1024, 14336, 4096, "stream", (256, 128)),
     ],
 )
-def test_up_to_64_tokens_and_of_small_weights_up_to_128_have_tiles_of_their_own(
-    tokens: int, rows: int, columns: int, tile: int
+def test_the_plan_is_the_one_that_was_measured_to_be_fastest(
+    tokens: int, rows: int, columns: int, kernel: str, tile: tuple[int, int] | None
 ) -> None:
     chosen = plan(tokens, rows, columns, SMS)
-    assert (chosen.kernel, chosen.tile) == ("wgmma", tile)
+    assert (chosen.kernel, None if chosen.tile < 0 else tile_of(chosen)[:2]) == (kernel, tile)
 
 
 @pytest.mark.parametrize("sms", [0, SMS])
@@ -121,15 +124,19 @@ def test_slices_of_the_kernel_of_few_tokens_have_memory_or_are_a_cluster(sms: in
     assert plan(17, 512, 512, sms).scratch == 8 * 17 * 512
 
 
-@pytest.mark.parametrize(("function", "tiles"), [("launch_group(", TILES), ("launch_group_stream(", STREAM_TILES)])
+@pytest.mark.parametrize(
+    ("function", "tiles"),
+    [("launch_group(", TILES), ("launch_group_stream(", STREAM_TILES), ("launch_group_pairs(", PAIR_TILES)],
+)
 def test_the_number_of_a_tile_names_the_kernel_of_its_size(function: str, tiles: tuple[Tile, ...]) -> None:
     source = (CSRC / "w4a16_wgmma_launch.cuh").read_text(encoding="utf-8")
     body = source[source.index(f"void {function}") :].partition("\n}\n")[0]
     cases = re.findall(r"case (\d+):\s+return launch\(WgmmaTile<([\w, ]+)>\(\)\);", body)
     assert [int(number) for number, _ in cases] == list(range(len(tiles)))
     for (_, arguments), tile in zip(cases, tiles, strict=True):
-        tokens, _, m_blocks, warpgroups, _, _, ctas, _ = arguments.split(", ")
-        assert (int(tokens), 64 * int(m_blocks) * int(warpgroups), int(ctas)) == (tile.tokens, tile.rows, tile.ctas)
+        tokens, _, m_blocks, warpgroups, step, _, ctas, _ = arguments.split(", ")
+        rows = 64 * int(m_blocks) * int(warpgroups)
+        assert (int(tokens), rows, int(ctas), int(step)) == (tile.tokens, tile.rows, tile.ctas, tile.step)
 
 
 @pytest.mark.parametrize(
