@@ -38,12 +38,19 @@ void set_maps(WgmmaParams* p) {
   p->zero_map = p->zeros ? rows_map(p->zeros) : p->scale_map;
 }
 
-// The shared memory of a CTA of Tile. of_one: that of a CTA alone on its SM. An SM has 1 KB more than a CTA may have,
-// and reserves as much for each CTA. 512: half of a CTA's static shared memory, which is below 1 KB; of_one leaves out
-// the other half.
+// The shared memory that a CTA of Tile takes. Of up to as many CTAs as SMs, each takes more than half of an SM: a
+// launch that finds some SMs free before others would put two on one of those.
+struct SharedBytes {
+  int least, most;
+};
+
+// of_one: what a CTA alone on its SM may have. An SM has 1 KB more than that, and reserves as much for each CTA. 512:
+// half of a CTA's static shared memory, which is below 1 KB; of_one leaves out the other half.
 template <typename Tile>
-constexpr int shared_limit(int of_one) {
-  return (of_one + 1024) / Tile::occupancy - 1024 - (Tile::occupancy - 1) * 512;
+SharedBytes shared_bytes(int of_one, int ctas, DLDevice device) {
+  if (Tile::occupancy == 1) return {0, of_one};
+  if (ctas <= device_attribute(cudaDevAttrMultiProcessorCount, device.device_id)) return {of_one / 2 + 1024, of_one};
+  return {0, (of_one + 1024) / 2 - 1024 - 512};
 }
 
 inline bool rows_aligned_to_16(const W4Params& p) {
@@ -57,7 +64,6 @@ void launch_tiles(const W4Params& params, DLDevice device) {
   static_cast<W4Params&>(p) = params;
   p.scale_of_sums = WeightsOf<T, ZEROS, Tile>::scale_of_sums;
   constexpr auto kernel = w4a16_wgmma_kernel<T, ZEROS, Tile>;
-  const int limit = shared_limit<Tile>(raise_shared_limit<kernel>(device));
   const int tiles = (p.tokens + Tile::tokens - 1) / Tile::tokens;
   p.row_tiles = (p.outputs + Tile::rows - 1) / Tile::rows;
   p.steps = (p.width + Tile::step - 1) / Tile::step;
@@ -68,11 +74,13 @@ void launch_tiles(const W4Params& params, DLDevice device) {
     unsupported("too little scratch memory");
   }
   const int epilogue_bytes = p.partial ? 0 : Tile::epilogue_bytes(p.cluster);
-  if (epilogue_bytes + Tile::alignment > limit) unsupported("a cluster whose sums exceed shared memory");
+  const SharedBytes shared =
+      shared_bytes<Tile>(raise_shared_limit<kernel>(device), p.row_tiles * tiles * p.splits, device);
+  if (epilogue_bytes + Tile::alignment > shared.most) unsupported("a cluster whose sums exceed shared memory");
   const int steps = (p.steps + p.splits - 1) / p.splits;
-  p.stages = std::min({(limit - Tile::alignment) / Tile::bytes, Tile::max_stages, steps});
+  p.stages = std::min({(shared.most - Tile::alignment) / Tile::bytes, Tile::max_stages, steps});
   set_maps<Tile>(&p);
-  const int bytes = std::max(p.stages * Tile::bytes, epilogue_bytes) + Tile::alignment;
+  const int bytes = std::max(std::max(p.stages * Tile::bytes, epilogue_bytes) + Tile::alignment, shared.least);
   launch_pdl(kernel, dim3(p.row_tiles * p.splits, tiles), dim3(Tile::threads), device, p, bytes, p.cluster);
   if (!p.partial) return;
   // A CTA for each 8 tokens that exist: CTAs that leave at once would let the next launch put two of its CTAs on an SM.
@@ -87,15 +95,15 @@ void launch_pairs(const W4Params& params, DLDevice device) {
   static_cast<W4Params&>(p) = params;
   p.scale_of_sums = WeightsOf<T, ZEROS, Tile>::scale_of_sums;
   constexpr auto kernel = w4a16_pair_kernel<T, ZEROS, Tile>;
-  const int limit = shared_limit<Tile>(raise_shared_limit<kernel>(device));
+  const int row_tiles = (p.outputs + Tile::rows - 1) / Tile::rows, tiles = (p.tokens + Tile::tokens - 1) / Tile::tokens;
+  const SharedBytes shared = shared_bytes<Tile>(raise_shared_limit<kernel>(device), 2 * row_tiles * tiles, device);
   p.steps = (p.width + Tile::step - 1) / Tile::step;
   if (p.steps < 2) unsupported("pairs of CTAs for a single step of K");
-  p.stages = std::min((limit - Tile::alignment) / Tile::bytes, Tile::max_stages);
+  p.stages = std::min((shared.most - Tile::alignment) / Tile::bytes, Tile::max_stages);
   p.aligned_out = rows_aligned_to_16(p);
   set_maps<Tile>(&p);
-  const int row_tiles = (p.outputs + Tile::rows - 1) / Tile::rows, tiles = (p.tokens + Tile::tokens - 1) / Tile::tokens;
   launch_pdl(kernel, dim3(2 * row_tiles, tiles), dim3(Tile::threads), device, p,
-             p.stages * Tile::bytes + Tile::alignment, 2);
+             std::max(p.stages * Tile::bytes + Tile::alignment, shared.least), 2);
 }
 
 // ctas: persistent CTAs, of which each SM must have room for one. p.partial has memory for a flag of each and its sums.
