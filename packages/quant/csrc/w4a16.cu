@@ -84,7 +84,7 @@ void launch_tile(W4Params p, DLDevice device, int most_splits = kMaxSplits) {
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
   p.parts = std::min({Tile::parts, p.steps, limit / W4Stage<Largest, GROUP>::shared_bytes});
   p.splits = std::max(1, std::min({sms / (row_tiles * tiles), most_splits, p.steps / p.parts}));
-  launch_slices<T>(kernel, p, row_tiles, tiles, Tile::threads * p.parts, bytes * p.parts, device);
+  launch_slices<T>(kernel, p, row_tiles, tiles, Tile::threads * p.parts, bytes * p.parts, limit, device);
 }
 
 // Whether CTAs of half an SM are faster: one or two of them for each 64 rows fill the GPU once, or take fewer waves

@@ -3,14 +3,18 @@
 
 #include <kestrel/launch.h>
 
+#include <algorithm>
+
 #include "w4a16.cuh"
 
 namespace kestrel::quant {
 
 // p.splits: as many as there can be. Their sums are added up over a cluster or, with p.partial, by a second kernel.
+// most_shared: what a CTA alone on its SM may have. On Hopper up to as many CTAs as SMs take more than half of it: a
+// launch that finds some SMs free before others would put two on one of those.
 template <typename T, typename Params>
 void launch_slices(void (*kernel)(Params), Params p, int row_tiles, int token_tiles, int threads, int shared_bytes,
-                   DLDevice device) {
+                   int most_shared, DLDevice device) {
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
   // Clusters of more than two CTAs leave SMs of a GPC free: they fill the GPU in two waves. Kernels have the code of
   // clusters on sm_90 alone.
@@ -25,6 +29,8 @@ void launch_slices(void (*kernel)(Params), Params p, int row_tiles, int token_ti
   if (p.partial && p.partial_floats < int64_t{p.splits} * p.tokens * p.outputs) {
     unsupported("too little scratch memory");
   }
+  if (hopper && row_tiles * token_tiles * p.splits <= sms)
+    shared_bytes = std::max(shared_bytes, most_shared / 2 + 1024);
   launch_pdl(kernel, dim3(row_tiles * p.splits, token_tiles), dim3(threads), device, p, shared_bytes, p.cluster);
   if (!p.partial) return;
   const int64_t packs = int64_t{p.tokens} * (p.outputs / 4);
