@@ -1,9 +1,8 @@
 """Captures of CUDA graphs that may fail.
 
-CUDA refuses to end a capture that it has found invalid, as when the captured code reads a value on the host. Many
-releases of torch, 2.11 among them, leave the capture only where CUDA has ended it. After an error torch's allocator
-frees no memory that a second stream has used, torch's generator raises, the graph's pool is never released, and
-``torch.cuda.graph`` leaves its stream the current one.
+CUDA refuses to end a capture that it has found invalid: the captured code read a value on the host, or left a stream
+unjoined. torch (2.11 among others) then stays in the capture. Its allocator frees no memory that a second stream has
+used and keeps the graph's pool, its generator raises, and ``torch.cuda.graph`` leaves its stream the current one.
 """
 
 from __future__ import annotations
