@@ -34,6 +34,7 @@ def log(monkeypatch):
         "device": device,
         "graph": graph,
         "current_device": lambda: int(current[0].removeprefix("cuda:")),
+        "stream": lambda stream: contextlib.nullcontext(),
         "Stream": lambda of: found.append(("stream", of)) or f"a stream of {of}",
         "CUDAGraph": lambda: SimpleNamespace(replay=lambda: found.append(("replay", current[0]))),
     }

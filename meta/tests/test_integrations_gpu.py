@@ -81,6 +81,19 @@ def test_replayed_steps_of_4_bit_layers_draw_what_eager_steps_draw(make, prompt)
     assert torch.equal(generate(model, *prompt, **settings), eager)
 
 
+def test_a_model_that_reads_a_value_on_the_host_runs_eagerly_and_leaves_torch_as_it_was(make, prompt):
+    model = make("llama")
+    integration.apply(model)
+    settings = {"max_new_tokens": 12, "do_sample": True, "top_k": 30, "seed": 3, "eos_token_id": []}
+    eager, before = generate(model, *prompt, cuda_graph=False, **settings), torch.cuda.current_stream()
+    value = torch.ones((), device="cuda")
+    model.register_forward_pre_hook(lambda *_: value.item() and None)
+    with pytest.warns(UserWarning, match="decode steps run without a CUDA graph"):
+        assert torch.equal(generate(model, *prompt, **settings), eager)
+    assert torch.cuda.current_stream() == before
+    assert 0 <= float(torch.rand(1, device="cuda")) < 1  # torch's generator raises in an unfinished capture
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_graph_serves_many_calls(make, prompt, kind):
     model = make("llama")

@@ -280,6 +280,63 @@ def test_views_of_a_cache_are_kept_until_another_cache_or_other_scales_come():
 
 
 @needs_vllm
+@pytest.mark.parametrize("kind", ["int8_per_token_head", "int4_per_token_head"])
+def test_sinks_count_in_steps_and_prompts_over_codes(kind, monkeypatch):
+    """One new token behind 69 others, and a prompt of 40: float64 over the keys and values as they are stored."""
+    from types import SimpleNamespace
+
+    from kestrel_kernels.integrations.vllm import attention, int4
+    from kestrel_kvcache import gather_cache
+
+    assert attention.KestrelBackend.supports_combination(64, torch.float16, kind, 64, has_sink=True) is None
+    config = SimpleNamespace(device_config=SimpleNamespace(device=torch.device("cpu")))
+    config.scheduler_config = SimpleNamespace(max_num_seqs=2)
+    monkeypatch.setattr(attention, "get_current_vllm_config", lambda: config)
+    sinks = torch.tensor([-1.0, 0.0, 1.0, 2.0])
+    impl = attention.Impl(4, 64, 0.125, 2, kv_cache_dtype=kind, sinks=sinks)
+    impl.process_weights_after_loading(torch.float32)
+
+    is_int4, lengths, table = kind == attention.INT4, [70, 40], torch.tensor([[0, 2], [1, 1]], dtype=torch.int32)
+    width = {"width": int4.bytes_of_a_cell(64)} if is_int4 else {}
+    cache = page_views((0, 1, 2, 3, 4), page=64, **width)[1][0]
+    tail_rows = torch.tensor([1, 0], dtype=torch.int32)
+    rows = {"rows": tail_rows, "token_rows": tail_rows.repeat_interleave(torch.tensor(lengths))} if is_int4 else {}
+    batch = attention.Metadata(
+        tokens=41,
+        decodes=1,
+        starts=torch.tensor([0, 40], dtype=torch.int32),
+        decode_lengths=torch.tensor(lengths[:1], dtype=torch.int32),
+        prompt_lengths=torch.tensor(lengths[1:], dtype=torch.int32),
+        decode_table=table[:1],
+        prompt_table=table[1:],
+        max_queries=40,
+        max_keys=70,
+        prompts=lengths[1:],
+        key_starts=torch.tensor([0, 40], dtype=torch.int32),
+        **rows,
+    )
+    layer = SimpleNamespace(layer_name="layer")
+    monkeypatch.setattr(attention, "get_forward_context", lambda: SimpleNamespace(attn_metadata={"layer": batch}))
+    torch.manual_seed(0)
+    query, key, value = torch.randn(41, 4, 64) * 2, torch.randn(110, 2, 64), torch.randn(110, 2, 64)
+    slots = torch.tensor([*range(64), *range(128, 134), *range(64, 104)])  # of pages 0 and 2, and of page 1
+    impl.do_kv_cache_update(layer, key, value, cache, slots)
+    out = impl.forward(layer, query, key, value, cache, batch, torch.empty(41, 4, 64))
+
+    k_codes, v_codes, scales = impl._cache(layer, cache)
+    for b, (length, new) in enumerate(zip(lengths, (slice(0, 1), slice(1, 41)), strict=True)):
+        of_row = {"seq_ids": tail_rows[b : b + 1]} if is_int4 else {}
+        stored = gather_cache(k_codes, v_codes, table[b], length, dtype=torch.float32, **of_row, **scales)
+        k, v = (x.double().repeat_interleave(2, dim=1) for x in stored)
+        scores = torch.einsum("qhd,khd->hqk", query[new].double(), k) / 8
+        queries = scores.shape[1]
+        later = torch.ones(queries, length, dtype=torch.bool).triu(length - queries + 1)
+        of_sinks = sinks.double()[:, None, None].expand(-1, queries, 1)
+        weights = torch.cat((scores.masked_fill(later, -torch.inf), of_sinks), dim=-1).softmax(-1)[..., :-1]
+        assert float((out[new] - torch.einsum("hqk,khd->qhd", weights, v)).abs().max()) < 1e-4
+
+
+@needs_vllm
 @pytest.mark.parametrize(("hidden", "inner", "is_ours"), [(64, 48, True), (40, 48, False), (64, 24, False)])
 def test_experts_of_sizes_that_no_kernel_takes_stay_vllm_s(hidden, inner, is_ours, monkeypatch):
     from types import SimpleNamespace
@@ -313,7 +370,6 @@ def test_int8_pages_in_pieces_are_refused():
         int8_sections(layers[0], 64)
     reason = KestrelBackend.supports_combination(80, torch.bfloat16, "int8_per_token_head")
     assert reason == "an INT8 cache needs heads of 64, 128 or 256, got 80"
-    assert KestrelBackend.supports_combination(128, torch.bfloat16, "int8_per_token_head", has_sink=True)
     assert KestrelBackend.supports_combination(128, torch.bfloat16, "int8_per_token_head") is None
     reason = KestrelBackend.supports_combination(128, torch.bfloat16, "int4_per_token_head", 16)
     assert reason == "an INT4 cache needs --block-size 64, got 16"

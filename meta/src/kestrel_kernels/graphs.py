@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from kestrel_runtime.capture import undone_on_error
+
 
 @functools.cache
 def _stream(index: int) -> tuple[torch.cuda.Stream, threading.RLock]:
@@ -22,7 +24,7 @@ def captured(work: Callable[[], Any], device: torch.device, **options: Any) -> t
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
         stream, lock = _stream(torch.cuda.current_device())
-        with lock, torch.cuda.graph(graph, stream=stream, **options):
+        with lock, undone_on_error(graph, stream), torch.cuda.graph(graph, stream=stream, **options):
             try:
                 work()
             except BaseException:

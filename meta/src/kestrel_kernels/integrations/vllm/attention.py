@@ -178,8 +178,6 @@ class KestrelBackend(AttentionBackend):
         dtype: Any,
         kv_cache_dtype: Any,
         block_size: int | None = None,
-        use_mla: bool = False,
-        has_sink: bool = False,
         *others: Any,
         **more: Any,
     ) -> Any:
@@ -189,8 +187,6 @@ class KestrelBackend(AttentionBackend):
         for kind, name, heads in ((INT8, "INT8", _INT8_HEADS), (INT4, "INT4", int4.HEADS)):
             if kv_cache_dtype == kind and head_size not in heads:
                 return f"an {name} cache needs heads of 64, 128 or 256, got {head_size}"
-            if kv_cache_dtype == kind and has_sink:
-                return f"an {name} cache has no kernels with sinks"
         if kv_cache_dtype == INT4 and block_size not in (None, int4.PAGE):
             return f"an INT4 cache needs --block-size 64, got {block_size}"
         return None

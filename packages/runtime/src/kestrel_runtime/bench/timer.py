@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..capture import undone_on_error
 from ..errors import KestrelFallbackWarning
 from ..registry import trace
 from .definition import Call, Set, kind_of
@@ -231,7 +232,7 @@ def capture(call: Call, sets: Sequence[Set], rounds: int) -> torch.cuda.CUDAGrap
     """Capture `rounds` rounds over the sets, like torch.cuda.graph, but without a garbage collection before each."""
     graph, stream = torch.cuda.CUDAGraph(), _capture_stream(torch.cuda.current_device())
     torch.cuda.synchronize()
-    with torch.cuda.stream(stream), _without_collection():
+    with undone_on_error(graph, stream), _without_collection():
         graph.capture_begin()
         try:
             for _ in range(rounds):
