@@ -147,9 +147,9 @@ bool has_wgmma(DLDevice device) {
 //   T, N], are added up by a second kernel.
 // - wgmma_tile of launch_group, ctas 0: w4a16_wgmma_kernel, K in `splits` slices. They are a cluster or, with scratch
 //   for whole tiles, are added up by a second kernel.
-// - wgmma_tile of launch_group_stream, ctas > 0: w4a16_stream_kernel. `ctas` CTAs share the steps of all tiles, with
-//   scratch for kMaxStreamCtas flags and a tile's sums for each CTA. Or, with splits 2, pairs of CTAs halve the K of
-//   each tile, with scratch for half of a tile's sums for each CTA.
+// - wgmma_tile of launch_group_stream, ctas > 0, splits 1: w4a16_stream_kernel. `ctas` CTAs share the steps of all
+//   tiles, with scratch for kMaxStreamCtas flags and a tile's sums for each CTA.
+// - wgmma_tile of launch_group_pairs, ctas > 0, splits 2: w4a16_pair_kernel, without scratch.
 void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView scales, OptionalTensor zeros,
                   int64_t group_size, OptionalTensor bias, OptionalTensor scratch, int64_t wgmma_tile, int64_t splits,
                   int64_t ctas) {

@@ -40,8 +40,8 @@ void launch_slices(void (*kernel)(Params), Params p, int row_tiles, int token_ti
 
 namespace w4_wgmma {
 
-// Launches w4a16_wgmma_kernel or, with ctas, w4a16_stream_kernel, on sm_90: see w4a16_wgmma_launch.cuh. Defined for
-// each T and ZEROS in a source of its own.
+// Launches w4a16_wgmma_kernel or, with ctas, w4a16_stream_kernel or w4a16_pair_kernel, on sm_90: see
+// w4a16_wgmma_launch.cuh. Defined for each T and ZEROS in a source of its own.
 template <typename T, Zeros ZEROS>
 void launch(const W4Params& p, int tile, int ctas, DLDevice device);
 

@@ -1,10 +1,10 @@
 // x [T, K] times a weight [N, K] of 4-bit codes, transposed, on Hopper: for more tokens than w4a16.cuh is for.
 //
 // A CTA has ROWS of the weight, operand A of wgmma, decoded in registers; TOKENS of x, operand B; and a slice of K. The
-// packed layout is A's fragments: 16 bytes of a lane are those of four products. One thread loads x, codes and scales
-// (TMA). Each consumer warpgroup has 64 rows and decodes while products of its last fragments run. Each
-// weight is scaled and rounded once. Slices of K are added in order: those of a cluster through DSMEM, others by
-// w4a16_wgmma_sum_kernel.
+// packed layout is A's fragments: 16 bytes of a lane are those of four products. One thread loads codes and scales, one
+// x (TMA): weights need not wait for the launch before, and x not for weights. Each consumer warpgroup has 64 rows and
+// decodes while products of its last fragments run. Each weight is scaled and rounded once. Slices of K are added in
+// order: those of a cluster through DSMEM, others by w4a16_wgmma_sum_kernel.
 #pragma once
 
 #include "w4a16_wgmma_tile.cuh"

@@ -1,4 +1,4 @@
-// w4a16_wgmma_kernel and w4a16_stream_kernel for bf16 and weights with zero points.
+// The wgmma kernels for bf16 and weights with zero points.
 #include "w4a16_wgmma_launch.cuh"
 
 namespace kestrel::quant::w4_wgmma {

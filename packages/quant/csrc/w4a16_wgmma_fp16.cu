@@ -1,4 +1,4 @@
-// w4a16_wgmma_kernel and w4a16_stream_kernel for fp16.
+// The wgmma kernels for fp16.
 #include "w4a16_wgmma_launch.cuh"
 
 namespace kestrel::quant::w4_wgmma {

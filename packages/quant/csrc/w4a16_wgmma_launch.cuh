@@ -1,5 +1,5 @@
-// Launches of w4a16_wgmma_kernel and w4a16_stream_kernel. Each dtype is a source of its own, so that they are compiled
-// side by side.
+// Launches of w4a16_wgmma_kernel, w4a16_pair_kernel and w4a16_stream_kernel. Each dtype is a source of its own, so that
+// they are compiled side by side.
 #pragma once
 
 #include <kestrel/tensor_map.h>
