@@ -37,10 +37,11 @@ def range_of(tokens: int) -> int:
     )
 
 
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_within_a_range_of_tokens_the_tiles_are_the_same(rows: int, columns: int) -> None:
-    for tokens in range(1, 4200):
-        first, own = plan(range_of(tokens), rows, columns, SMS), plan(tokens, rows, columns, SMS)
+@pytest.mark.parametrize(("rows", "columns"), [*SHAPES, (4608, 4096), (28672, 4096)])
+@pytest.mark.parametrize("sms", [78, 114, 132])
+def test_within_a_range_of_tokens_the_tiles_are_the_same(rows: int, columns: int, sms: int) -> None:
+    for tokens in range(1, 4200, 1 if sms == SMS else 5):
+        first, own = plan(range_of(tokens), rows, columns, sms), plan(tokens, rows, columns, sms)
         assert own == first, tokens
         if own.kernel == "stream":
             of_tile = tile_of(own).tokens

@@ -1,8 +1,8 @@
 """Which kernel a call of w4a16_linear runs: the one place that says so.
 
-A plan depends on T through ranges alone: up to 8, 9 to 16, 17 to 32, 33 to 64, and then each 32. Within a plan a row of
-the result does not depend on the other rows, nor on its place among them: K is cut for rows of the weight, for all rows
-of x alike.
+A plan depends on T through ranges alone, but for the size of scratch memory: up to 8, 9 to 16, 17 to 32, 33 to 64, and
+then each 32. Within a plan a row of the result does not depend on the other rows, nor on its place among them: K is cut
+for rows of the weight, for all rows of x alike.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Tile(NamedTuple):
     """per SM, at most"""
     rate: float
     """products per microsecond and SM / 10^6, with as many CTAs as that; fitted to results/h200_w4_pairs.json"""
-    other_rate: float = 0.0
+    other_rate: float
     """the same with one CTA for each SM, where there may be two; else after the first _SHORT_US, where power limits the
     clock"""
     step: int = _K_STEP
@@ -180,12 +180,16 @@ def _slices(tile: Tile, tokens: int, rows: int, columns: int, sms: int) -> list[
     return [1] + [n for n in {sms // tiles, sms * tile.ctas // tiles, SPLITS} if least <= n <= most]
 
 
+def _in_cluster(tile: Tile, tiles: int, splits: int) -> bool:
+    """Whether slices of K are a cluster. Clusters of more than two CTAs leave SMs of a GPC free: they pay if few."""
+    return splits <= 2 or (tile.ctas == 2 and tiles * splits <= 64)
+
+
 def _wgmma(number: int, tokens: int, rows: int, splits: int) -> Plan:
     tile = TILES[number]
     tiles = _tiles(tile, tokens, rows)
-    # Clusters of more than two CTAs leave SMs of a GPC free: they pay where they are few.
-    in_cluster = splits <= 2 or (tile.ctas == 2 and tiles * splits <= 64)
-    return Plan("wgmma", number, splits, scratch=0 if in_cluster else splits * tiles * tile.tokens * tile.rows)
+    sums = splits * tiles * tile.tokens * tile.rows
+    return Plan("wgmma", number, splits, scratch=0 if _in_cluster(tile, tiles, splits) else sums)
 
 
 def _slices_us(tile: Tile, splits: int, tokens: int, rows: int, columns: int, sms: int) -> float:
@@ -196,7 +200,7 @@ def _slices_us(tile: Tile, splits: int, tokens: int, rows: int, columns: int, sm
     total = waves * _products_us(tile, ctas, -(-columns // (splits * _K_STEP)), sms)
     if splits == 1:
         return total + waves * _TILE_US
-    if tile.ctas == 2 and ctas <= 64:
+    if _in_cluster(tile, tiles, splits):
         return total + waves * _CLUSTER_US
     return total + _SLICE_US + waves - 1 + ctas * tile.tokens * tile.rows * 8 / _SUM_BYTES
 
@@ -221,8 +225,10 @@ def _pairs_us(tile: Tile, tokens: int, rows: int, columns: int, sms: int) -> flo
 def _row_ctas(tile: Tile, tokens: int, rows: int, columns: int, sms: int) -> list[int]:
     """Numbers of CTAs for each token tile that are worth an estimate: all SMs, and those that fill the same waves."""
     most = min(sms, MAX_STREAM_CTAS) // -(-tokens // tile.tokens)
+    if most == 0:
+        return []
     row_tiles = -(-rows // tile.rows)
-    waves = -(-row_tiles // max(most, 1))
+    waves = -(-row_tiles // most)
     return [n for n in {min(most, row_tiles * -(-columns // _K_STEP)), -(-row_tiles // waves)} if n > 0]
 
 
