@@ -290,7 +290,14 @@ CASES = [
     (1, 64, 7, 2, VENDOR, VENDOR),  # rows of 14 bytes
     (1, 64, 4, 2, VENDOR, VENDOR),
     (1, 64, 4, 4, FEW, FEW),
-    (2, 4096, 4096, 2, FEW, FEW),
+    (2, 4096, 4096, 2, STREAM, FEW),  # two waves of CTAs
+    (2, 4096, 1024, 2, FEW, FEW),  # of a small weight
+    (4, 1056, 4304, 2, FEW, FEW),
+    (4, 1064, 4304, 2, STREAM, FEW),
+    (4, 1068, 4304, 2, FEW, FEW),  # rows of the result that are not aligned
+    (4, 2048, 8192, 2, FEW, FEW),
+    (4, 2112, 2048, 2, FEW, FEW),
+    (4, 2120, 2048, 2, STREAM, FEW),
     (4, 4096, 4096, 4, FEW, FEW),
     (4, 4104, 64, 2, STREAM, VENDOR),
     (4, 4096, 4104, 2, STREAM, VENDOR),

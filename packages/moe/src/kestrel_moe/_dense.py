@@ -1,6 +1,7 @@
 """Dense layers, activation(x @ weight.T + bias) + residual: which kernel computes which case.
 
-- one token, and 2 to 4 with few outputs and weights (:func:`choose`): gemv's kernel with an epilogue
+- one token, and 2 to 4 with few outputs and weights (:func:`choose`): gemv's kernel with an epilogue, but on an H100 or
+  H200 for 2 to 4 where it has two waves of CTAs
 - other layers of 16 bits on an H100 or H200: by :mod:`kestrel_moe._dense_plan`
 - otherwise, and where it is faster: the vendor's product, with its own epilogue (VENDOR_EPILOGUE) or, by
   :func:`by_vendor`, with torch's activation or sum behind it
@@ -22,6 +23,9 @@ kernels = Binary("kestrel_moe")
 FEW_TOKENS = 4  # kGemvTokens of gemv.cuh
 FEW_ELEMENTS = 2**24  # of the weight, for more than one token
 _FEW_OUTPUTS = 4096  # for more than one token
+# Of gemv's kernel in one wave on an H200, with 256 threads for each four rows and with 128; of more weights than
+# _WAVE_ELEMENTS a second wave takes longer than the streaming kernel (results/h200_dense_choices.json).
+_ONE_WAVE, _WAVE_ELEMENTS = (range(1057), range(2048, 2113)), 2**22
 _MOST_TOKENS = 262140  # kMaxTokens of linear.h
 _FEW = Plan(Kernel.FEW_TOKENS)
 
@@ -34,13 +38,17 @@ def _is_hopper(device: int) -> bool:
 def choose(x: torch.Tensor, outputs: int, width: int, activation: str = "none") -> Plan:
     """The plan of a layer for x [T, K]. Kernels refuse rows that are not aligned to 16 bytes."""
     tokens = x.shape[0]
-    if tokens <= 1 or (tokens <= FEW_TOKENS and outputs <= _FEW_OUTPUTS and outputs * width <= FEW_ELEMENTS):
+    few = tokens <= 1 or (tokens <= FEW_TOKENS and outputs <= _FEW_OUTPUTS and outputs * width <= FEW_ELEMENTS)
+    waves = tokens > 1 and outputs * width > _WAVE_ELEMENTS and not any(outputs in of for of in _ONE_WAVE)
+    if few and not waves:
         return _FEW if width * x.element_size() % 16 == 0 else VENDOR
     if (width | outputs) % 8 or width == 0 or tokens > _MOST_TOKENS or x.element_size() != 2:
-        return VENDOR
-    if not x.is_cuda or not _is_hopper(x.get_device()):
-        return VENDOR
-    return choose_on_hopper(tokens, outputs, width, activation)
+        covered = False
+    else:
+        covered = x.is_cuda and _is_hopper(x.get_device())
+    if covered:
+        return choose_on_hopper(tokens, outputs, width, activation)
+    return _FEW if few and width * x.element_size() % 16 == 0 else VENDOR
 
 
 def padded(width: int) -> int:

@@ -1,6 +1,6 @@
 """The kernel and tile of a dense 16-bit layer on an H100 or H200: the shortest estimated time.
 
-- up to 32 tokens: the kernel that streams the weight
+- up to 32 tokens: the kernel that streams the weight, but for large weights the vendor's product
 - more: wgmma tiles (csrc/dense_wgmma.cuh) or the vendor's product, with its own epilogue or a kernel of torch behind it
 """
 
@@ -37,6 +37,10 @@ VENDOR = Plan(Kernel.VENDOR)
 _WITH_EPILOGUE = Plan(Kernel.VENDOR_EPILOGUE)
 _STREAM = Plan(Kernel.STREAM, splits=0)  # the launch chooses the splits
 _STREAM_TOKENS = 32
+# Layers of more weights than these take the vendor's epilogue instead (results/h200_dense_choices.json): of any tokens,
+# and from _STREAM_WIDE_TOKENS tokens on with K <= 2N.
+_STREAM_WEIGHT, _STREAM_WIDE_WEIGHT, _STREAM_WIDE_TOKENS = 26_000_000, 12_000_000, 17
+_STREAM_LONG_TOKENS, _STREAM_LONG_OUTPUTS = 64, range(1017, 1153)  # of layers of _LONG_WIDTHS
 
 # Fitted to results/h200_dense_pipelines.json. Microseconds of a launch, of a column of a wave's epilogue:
 _LAUNCH, _COLUMN = 1.07, 0.0188
@@ -56,25 +60,31 @@ _MARGIN_SMALL, _SMALL_WEIGHT = 1.05, 2**23  # of weights of so many elements, wh
 _LARGE_TOKENS, _LARGE_OUTPUTS, _LARGE, _FULL_WAVES = 4096, 2048, Plan(Kernel.COOPERATIVE, 256), 0.93
 # Tokens and plans of layers with K > 2N, where the vendor's product is mostly faster; measured for 4304 -> 1152:
 _LONG_OUTPUTS, _LONG_WIDTHS = range(1025, 1153), range(4096, 4609)
+_NARROW = Plan(Kernel.COOPERATIVE, 64, splits=2)
 _LONG_SUMS = (
-    (33, 100, Plan(Kernel.COOPERATIVE, 64, splits=2)),
-    (289, 384, Plan(Kernel.COOPERATIVE, 64, splits=2)),
-    (450, 512, Plan(Kernel.COOPERATIVE, 96, splits=2)),
+    (65, 127, _NARROW),
+    (129, 152, _NARROW),
+    (208, 240, _NARROW),
+    (257, 351, _NARROW),
     (700, 768, Plan(Kernel.COOPERATIVE, 128, 2, splits=2)),
-    (769, 896, Plan(Kernel.COOPERATIVE, 144, splits=2)),
-    (1230, 1280, Plan(Kernel.COOPERATIVE, 192, splits=2)),
-    (1281, 1536, Plan(Kernel.COOPERATIVE, 128, 2)),
+    (1441, 1472, Plan(Kernel.COOPERATIVE, 128, 2)),
+    (1521, 1536, Plan(Kernel.COOPERATIVE, 128, 2)),
 )
+_BEHIND_TILE = (range(33, 65), range(129, 169), range(200, 241))  # tokens that take _NARROW behind a tile of an MLP
 # The same for 1152 -> 4304: what is fastest with the layer above behind it.
 _WIDE_OUTPUTS, _WIDE_WIDTHS = range(4161, 4369), range(1025, 1153)
 _WIDE = ((1409, 1536, Plan(Kernel.COOPERATIVE, 208, 2)),)
+# GELU by erf, whose epilogue takes longer: the margin of other layers, and tokens that take the vendor's product.
+_MARGIN_ERF, _VENDOR_ERF = 0.9, range(1000, 3400)
+_WIDE_ERF = ((1281, 1536, Plan(Kernel.COOPERATIVE, 208)), (1537, 2900, VENDOR))
 # Where the vendor's epilogue is used (results/h200_dense_vendor.json, h200_dense_ops.json, h200_dense_many_rows.json).
 # GELU: everywhere but at these numbers of tokens, which keep tiles. Residual: where no tile is chosen, at _MANY
 # tokens and, with at most _SUM_WEIGHT weights, at _SUM; layers of _LONG_OUTPUTS and _LONG_WIDTHS at _VISION_SUM alone.
-_GELU, _VISION_GELU = (range(129, 449),), (range(33, 449), range(3457, 4609), range(12_000, 262_141))
+_GELU, _VISION_GELU = (range(129, 449),), (range(65, 449), range(3457, 4609), range(12_000, 262_141))
 _MANY, _SUM, _SUM_WEIGHT = range(2048, 262_141), range(64, 513), 2**24
+_LONG_SUM, _LARGE_LONG_SUM = range(64, 1025), range(33, 449)  # with K > 2N; of more weights
 _MANY_5120, _OUTPUTS_5120 = range(2500, 262_141), range(4865, 5121)  # of these outputs: at 2048 tokens it is slower
-_VISION_SUM = (range(64, 1025), range(3600, 12_001))
+_VISION_SUM = (range(65, 1537), range(3600, 4097), range(5632, 262_141))
 _SQUARE_WIDTHS, _SQUARE_SUM = range(1025, 1153), range(9217, 9729)  # of layers as wide as their results
 
 _COLUMNS = (64, 96, 112, 128, 144, 160, 192, 208, 224, 256)
@@ -191,26 +201,48 @@ def choose_on_hopper(tokens: int, outputs: int, width: int, activation: str = "n
 
     activation: "gelu_tanh", "gelu", or "none" with a residual.
     """
-    if tokens <= _STREAM_TOKENS:
-        return _STREAM
-    plan = _tile_or_vendor(tokens, outputs, width)
+    long = outputs in _LONG_OUTPUTS and width in _LONG_WIDTHS
+    wide = outputs in _WIDE_OUTPUTS and width in _WIDE_WIDTHS
+    erf = activation == "gelu"
+    streamed = outputs in _STREAM_LONG_OUTPUTS and width in _LONG_WIDTHS
+    if tokens <= (_STREAM_LONG_TOKENS if streamed else _STREAM_TOKENS):
+        few_weights = tokens >= _STREAM_WIDE_TOKENS and width <= 2 * outputs and not erf
+        if outputs * width <= (_STREAM_WIDE_WEIGHT if few_weights else _STREAM_WEIGHT):
+            return _STREAM
+        return VENDOR if erf else _WITH_EPILOGUE
+    plan = _tile_or_vendor(tokens, outputs, width, erf and not wide)
     if activation == "gelu_tanh":
-        tiles = _VISION_GELU if outputs in _WIDE_OUTPUTS and width in _WIDE_WIDTHS else _GELU
+        tiles = _VISION_GELU if wide else _GELU
         return plan if plan != VENDOR and any(tokens in tokens_of for tokens_of in tiles) else _WITH_EPILOGUE
+    if erf and wide:
+        return next((measured for least, most, measured in _WIDE_ERF if least <= tokens <= most), plan)
     if activation == "none" and outputs in _SQUARE_WIDTHS and width in _SQUARE_WIDTHS and tokens in _SQUARE_SUM:
         return _WITH_EPILOGUE
     if plan == VENDOR and activation == "none":
-        if outputs in _LONG_OUTPUTS and width in _LONG_WIDTHS:
-            ranges = _VISION_SUM
-        else:
-            many = _MANY_5120 if outputs in _OUTPUTS_5120 else _MANY
-            ranges = (many, _SUM) if outputs * width <= _SUM_WEIGHT else (many,)
+        ranges: tuple[range, ...] = _VISION_SUM
+        if not long:
+            ranges = (_MANY_5120 if outputs in _OUTPUTS_5120 else _MANY,)
+            if outputs * width <= _SUM_WEIGHT:
+                ranges += (_LONG_SUM if width > 2 * outputs else _SUM,)
+            elif width > 2 * outputs:
+                ranges += (_LARGE_LONG_SUM,)
         return _WITH_EPILOGUE if any(tokens in tokens_of for tokens_of in ranges) else VENDOR
     return plan
 
 
-def _tile_or_vendor(tokens: int, outputs: int, width: int) -> Plan:
-    """A tile, or the vendor's product where it is faster with a kernel behind it."""
+def choose_second(tokens: int, outputs: int, width: int, first: Plan, second: Plan) -> Plan:
+    """The plan of an MLP's second layer, where ``second`` is the fastest for it alone.
+
+    A tile starts before the tile of the layer before ends.
+    """
+    long = outputs in _LONG_OUTPUTS and width in _LONG_WIDTHS
+    if long and first.kernel == Kernel.COOPERATIVE and any(tokens in tokens_of for tokens_of in _BEHIND_TILE):
+        return _NARROW
+    return second
+
+
+def _tile_or_vendor(tokens: int, outputs: int, width: int, erf: bool) -> Plan:
+    """A tile, or the vendor's product where it is faster with a kernel behind it. erf: GELU by erf."""
     if width > 2 * outputs:
         if outputs not in _LONG_OUTPUTS or width not in _LONG_WIDTHS:
             return VENDOR
@@ -225,4 +257,6 @@ def _tile_or_vendor(tokens: int, outputs: int, width: int) -> Plan:
             return measured
     us, plan = choose_tile(tokens, outputs, width)
     margin = _MARGIN_SMALL if outputs * width <= _SMALL_WEIGHT else _MARGIN if tokens >= 128 else _MARGIN_FEW
+    if erf and tokens < _VENDOR_ERF.stop:
+        margin = 0 if tokens in _VENDOR_ERF else _MARGIN_ERF
     return plan if us < margin * _estimate_vendor(tokens, outputs, width) else VENDOR

@@ -9,7 +9,7 @@ from kestrel_runtime import UnsupportedError, check, empty, kernel_op
 from . import reference
 from ._checks import check_like, check_linear, check_out, check_vector
 from ._dense import by_vendor, choose, kernels, padded, prepared
-from ._dense_plan import Kernel
+from ._dense_plan import Kernel, choose_second
 from ._rows import written
 
 
@@ -76,7 +76,8 @@ def fused_mlp(
         check_all()
     rows, more, result, into = prepared(x, w2.shape[0], residual, out, check_all)
     tokens, inner = rows.shape[0], w1.shape[0]
-    up, down = choose(rows, *w1.shape, activation), choose(rows, *w2.shape)
+    up = choose(rows, *w1.shape, activation)
+    down = choose_second(tokens, *w2.shape, up, choose(rows, *w2.shape))
     tiles = (Kernel.COOPERATIVE, Kernel.PING_PONG)
     by_tiles = up.kernel in tiles or (up.kernel == Kernel.VENDOR_EPILOGUE and down.kernel in tiles)
     stride = padded(inner) if by_tiles else inner
