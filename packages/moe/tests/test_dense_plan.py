@@ -272,5 +272,14 @@ def test_the_second_layer_of_an_mlp_is_a_tile_behind_a_tile(tokens: int, narrow:
     assert _dense_plan.choose_second(tokens, 1024, 4304, tile, vendor) == vendor
 
 
+def test_the_second_layer_of_many_tokens_is_no_tile_behind_a_tile() -> None:
+    tile, vendor = Plan(Kernel.COOPERATIVE, 208), Plan(Kernel.VENDOR_EPILOGUE)
+    second = _dense_plan.choose_on_hopper(1458, 1152, 4304)
+    assert second.kernel == Kernel.COOPERATIVE
+    assert _dense_plan.choose_second(1458, 1152, 4304, tile, second) == vendor
+    assert _dense_plan.choose_second(1458, 1152, 4304, vendor, second) == second
+    assert _dense_plan.choose_second(768, 1152, 4304, tile, second) == second
+
+
 def test_a_streaming_plan_leaves_the_splits_to_the_launch() -> None:
     assert _dense_plan.choose_on_hopper(16, 8192, 2048) == Plan(Kernel.STREAM, splits=0)

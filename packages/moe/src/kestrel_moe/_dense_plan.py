@@ -71,6 +71,7 @@ _LONG_SUMS = (
     (1521, 1536, Plan(Kernel.COOPERATIVE, 128, 2)),
 )
 _BEHIND_TILE = (range(33, 65), range(129, 169), range(200, 241))  # tokens that take _NARROW behind a tile of an MLP
+_LONG_MANY = 1024  # tokens beyond which no tile is used there
 # The same for 1152 -> 4304: what is fastest with the layer above behind it.
 _WIDE_OUTPUTS, _WIDE_WIDTHS = range(4161, 4369), range(1025, 1153)
 _WIDE = ((1409, 1536, Plan(Kernel.COOPERATIVE, 208, 2)),)
@@ -233,11 +234,13 @@ def choose_on_hopper(tokens: int, outputs: int, width: int, activation: str = "n
 def choose_second(tokens: int, outputs: int, width: int, first: Plan, second: Plan) -> Plan:
     """The plan of an MLP's second layer, where ``second`` is the fastest for it alone.
 
-    A tile starts before the tile of the layer before ends.
+    Behind a tile, which lets the next one start early, few tokens take tiles, and many do not.
     """
-    long = outputs in _LONG_OUTPUTS and width in _LONG_WIDTHS
-    if long and first.kernel == Kernel.COOPERATIVE and any(tokens in tokens_of for tokens_of in _BEHIND_TILE):
-        return _NARROW
+    if outputs in _LONG_OUTPUTS and width in _LONG_WIDTHS and first.kernel == Kernel.COOPERATIVE:
+        if any(tokens in tokens_of for tokens_of in _BEHIND_TILE):
+            return _NARROW
+        if tokens > _LONG_MANY and second.kernel == Kernel.COOPERATIVE:
+            return _WITH_EPILOGUE
     return second
 
 
