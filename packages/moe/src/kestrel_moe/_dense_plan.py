@@ -198,7 +198,7 @@ def _estimate_vendor(tokens: int, outputs: int, width: int) -> float:
 
 @functools.lru_cache(4096)
 def choose_on_hopper(tokens: int, outputs: int, width: int, activation: str = "none") -> Plan:
-    """The plan of aligned 16-bit layers, for more tokens than gemv's kernel takes.
+    """The plan of aligned 16-bit layers that gemv's kernel does not take.
 
     activation: "gelu_tanh", "gelu", or "none" with a residual.
     """
