@@ -207,8 +207,8 @@ def choose_on_hopper(tokens: int, outputs: int, width: int, activation: str = "n
     erf = activation == "gelu"
     streamed = outputs in _STREAM_LONG_OUTPUTS and width in _LONG_WIDTHS
     if tokens <= (_STREAM_LONG_TOKENS if streamed else _STREAM_TOKENS):
-        few_weights = tokens >= _STREAM_WIDE_TOKENS and width <= 2 * outputs and not erf
-        if outputs * width <= (_STREAM_WIDE_WEIGHT if few_weights else _STREAM_WEIGHT):
+        sooner = tokens >= _STREAM_WIDE_TOKENS and width <= 2 * outputs and not erf
+        if outputs * width <= (_STREAM_WIDE_WEIGHT if sooner else _STREAM_WEIGHT):
             return _STREAM
         return VENDOR if erf else _WITH_EPILOGUE
     plan = _tile_or_vendor(tokens, outputs, width, erf and not wide)
