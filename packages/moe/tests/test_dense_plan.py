@@ -201,6 +201,7 @@ def test_large_layers_take_the_largest_tile_where_waves_are_full(
         (9477, 1152, 1152, Plan(Kernel.VENDOR_EPILOGUE)),
         (152, 1152, 4304, Plan(Kernel.COOPERATIVE, 64, splits=2)),
         (153, 1152, 4304, Plan(Kernel.VENDOR_EPILOGUE)),
+        (1457, 1152, 4304, Plan(Kernel.VENDOR_EPILOGUE)),
         (1458, 1152, 4304, Plan(Kernel.COOPERATIVE, 128, 2)),
         (1500, 1152, 4304, Plan(Kernel.VENDOR_EPILOGUE)),
         (1536, 1152, 4304, Plan(Kernel.COOPERATIVE, 128, 2)),

@@ -67,8 +67,8 @@ _LONG_SUMS = (
     (208, 240, _NARROW),
     (257, 351, _NARROW),
     (700, 768, Plan(Kernel.COOPERATIVE, 128, 2, splits=2)),
-    (1441, 1472, Plan(Kernel.COOPERATIVE, 128, 2)),
-    (1521, 1536, Plan(Kernel.COOPERATIVE, 128, 2)),
+    (1458, 1472, Plan(Kernel.COOPERATIVE, 128, 2)),
+    (1536, 1536, Plan(Kernel.COOPERATIVE, 128, 2)),
 )
 _BEHIND_TILE = (range(33, 65), range(129, 169), range(200, 241))  # tokens that take _NARROW behind a tile of an MLP
 _LONG_MANY = 1024  # tokens beyond which no tile is used there
@@ -76,7 +76,7 @@ _LONG_MANY = 1024  # tokens beyond which no tile is used there
 _WIDE_OUTPUTS, _WIDE_WIDTHS = range(4161, 4369), range(1025, 1153)
 _WIDE = ((1409, 1536, Plan(Kernel.COOPERATIVE, 208, 2)),)
 # GELU by erf, whose epilogue takes longer: the margin of other layers, and tokens that take the vendor's product.
-_MARGIN_ERF, _VENDOR_ERF = 0.9, range(1000, 3400)
+_MARGIN_ERF, _VENDOR_ERF = 0.9, range(800, 3400)
 _WIDE_ERF = ((1281, 1536, Plan(Kernel.COOPERATIVE, 208)), (1537, 2900, VENDOR))
 # Where the vendor's epilogue is used (results/h200_dense_vendor.json, h200_dense_ops.json, h200_dense_many_rows.json).
 # GELU: everywhere but at these numbers of tokens, which keep tiles. Residual: where no tile is chosen, at _MANY
@@ -85,7 +85,7 @@ _GELU, _VISION_GELU = (range(129, 449),), (range(65, 449), range(3457, 4609), ra
 _MANY, _SUM, _SUM_WEIGHT = range(2048, 262_141), range(64, 513), 2**24
 _LONG_SUM, _LARGE_LONG_SUM = range(64, 1025), range(33, 449)  # with K > 2N; of more weights
 _MANY_5120, _OUTPUTS_5120 = range(2500, 262_141), range(4865, 5121)  # of these outputs: at 2048 tokens it is slower
-_VISION_SUM = (range(65, 1537), range(3600, 4097), range(5632, 262_141))
+_VISION_SUM = (range(65, 1537), range(3600, 4401), range(5632, 262_141))
 _SQUARE_WIDTHS, _SQUARE_SUM = range(1025, 1153), range(9217, 9729)  # of layers as wide as their results
 
 _COLUMNS = (64, 96, 112, 128, 144, 160, 192, 208, 224, 256)
