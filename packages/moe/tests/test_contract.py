@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 import kestrel_moe as M
 from kestrel_moe import invoke_moe, invoke_moe_fp8
+from kestrel_moe.linear import _w4_linear_residual
+from kestrel_quant import pack_w4
 from kestrel_runtime import Binary, UnsupportedError
 from kestrel_runtime.testing import (
     ODD_VALUES,
@@ -42,6 +44,7 @@ def ints(*shape: int, **options: Any) -> torch.Tensor:
 X = torch.linspace(-2, 2, 24).view(3, 8)
 LOGITS = torch.linspace(-1, 1, 12).view(3, 4).sin()
 WEIGHT, BIAS = torch.ones(6, 8), torch.ones(6)
+W4 = pack_w4(WEIGHT, 4)
 W1, W2 = torch.ones(4, 12, 8), torch.ones(4, 8, 6)
 WEIGHTS, IDS, SORTED, EXPERTS, LENGTH = M.route_and_align(LOGITS, 2, 16)
 INNER, SCALE = torch.ones(6, 6), torch.ones(4)
@@ -369,6 +372,28 @@ for function, good in (GOOD | GOOD_FP8).items():
 REFUSALS = refusal_params(BAD)
 
 
+linear_w4 = cases_of(GOOD[M.fused_linear_residual] | {"weight": W4})
+BAD_W4 = [
+    linear_w4("scalar", "x", torch.tensor(1.0), fragment="dimension"),
+    linear_w4("x of other width", "x", X[:, :4], fragment="8"),
+    linear_w4("x in bf16", "x", X.bfloat16(), TypeError, "float32 as weight has"),
+    linear_w4("weight elsewhere", "weight", W4.to("meta"), fragment="device"),
+    linear_w4("bias of other length", "bias", torch.ones(8), fragment="(6,)"),
+    linear_w4("bias in fp16", "bias", BIAS.half(), TypeError, "float32"),
+    linear_w4("no residual", "residual", None, TypeError, "tensor"),
+    linear_w4("residual of other width", "residual", X, fragment="(3, 6)"),
+    linear_w4("residual of every second column", "residual", torch.ones(3, 12)[:, ::2], fragment="contiguous"),
+    linear_w4("residual elsewhere", "residual", torch.ones(3, 6, **META), fragment="device"),
+    linear_w4("out of other width", "out", torch.empty(3, 8), fragment="(3, 6)"),
+    linear_w4("out within x", "out", X[:, :6], fragment="'x'"),
+]
+
+
+@pytest.mark.parametrize(("function", "case", "path"), refusal_params({M.fused_linear_residual: BAD_W4}, ("public",)))
+def test_bad_input_beside_a_4_bit_weight_is_named(function: Callable[..., Any], case: BadInput, path: str) -> None:
+    assert_refused(function, case, path)
+
+
 @pytest.mark.parametrize(("function", "case", "path"), REFUSALS)
 def test_bad_input_is_named_on_every_path(function: Callable[..., Any], case: BadInput, path: str) -> None:
     assert_refused(function, case, path)
@@ -461,7 +486,7 @@ def test_no_inputs_or_no_outputs_reach_the_last_check(op: Any, inputs: int, outp
 
 ODD = (
     *ODD_VALUES, "gelu", 16, X, X.t(), X[0], X[:0], X[:, :7], X.half(), X.to(F8), IDS, IDS.long(), WEIGHTS, LOGITS, W1,
-    W2, W1.to(F8), INNER, SCALE, ints(1), ints(64), ints(2, 64),
+    W2, W1.to(F8), INNER, SCALE, ints(1), ints(64), ints(2, 64), W4,
 )  # fmt: skip
 
 
@@ -533,6 +558,12 @@ REGISTERED: dict[str, tuple[Any, Values, str]] = {
     "silu_and_mul 3-D": (M.silu_and_mul, {"x": W1.bfloat16()}, "transposed"),
     "gelu_and_mul_fp8": (M.gelu_and_mul_fp8, {"x": X, "approximate": "tanh"}, "sliced"),
     "fused_linear_residual": (M.fused_linear_residual, GOOD[M.fused_linear_residual], "sliced"),
+    "w4_linear_residual": (
+        _w4_linear_residual,
+        {"x": X, "codes": W4.codes, "scales": W4.scales, "zeros": None, "permutation": None, "group_size": 4}
+        | {"bias": BIAS, "residual": torch.ones(3, 6)},
+        "sliced",
+    ),
     "gemv": (M.gemv, {"x": W1, "weight": WEIGHT}, "transposed"),
     "gemv out": (M.gemv, GOOD[M.gemv] | {"out": torch.empty(3, 6)}, "contiguous"),
     "router_gemm": (M.router_gemm, {"x": X.half(), "weight": WEIGHT.half()}, "sliced"),
@@ -585,6 +616,7 @@ def test_public_functions_compile_into_one_graph() -> None:
         routed8 = M.fused_experts(x, W1.to(F8), W2.to(F8), weights, ids, w1_scale=SCALE, w2_scale=SCALE)
         dense = M.fused_mlp(x, WEIGHT, BIAS, torch.ones(8, 6), None, routed, out=torch.empty_like(x))
         linear = M.fused_linear_residual(x, WEIGHT, BIAS, M.gemv(x, WEIGHT))
+        linear = M.fused_linear_residual(x, W4, None, linear, out=torch.empty_like(linear))
         quantised = (*M.silu_and_mul_fp8(x), *M.gelu_residual_fp8(x), *M.gelu_and_mul_fp8(x, approximate="tanh"))
         gated = (M.gelu_residual(x), M.silu_and_mul(x), M.gelu_and_mul(x, out=torch.empty_like(x[:, :4])))
         more = (M.router_gemm(x, WEIGHT), M.moe_sum(torch.stack((x, x), 1)))

@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ import torch.nn.functional as F
 import kestrel_moe
 from kestrel_moe import linear
 from kestrel_moe._dense_plan import Kernel, Plan
-from kestrel_runtime.testing import assert_close_to_f64, canary, large_allocation, normal
+from kestrel_quant import pack_w4
+from kestrel_runtime import backend
+from kestrel_runtime.testing import assert_close_to_f64, canary, graph_replay, large_allocation, normal
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels_only")]
 
@@ -103,6 +106,40 @@ def test_every_tile_and_cluster_is_as_accurate_as_torch(
         assert torch.equal(kestrel_moe.fused_linear_residual(x, weight, bias, residual), out)
         kestrel_moe.fused_linear_residual(x, weight, bias, residual, out=residual)
         assert torch.equal(residual, out)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 16, 40, 200, 700, 4100])
+@pytest.mark.parametrize(("outputs", "width", "group"), [(1024, 2048, 128), (264, 1088, 64), (24, 96, 96)])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_4_bit_layer_is_as_accurate_as_torch(
+    dtype: torch.dtype, outputs: int, width: int, group: int, tokens: int
+) -> None:
+    x, weight, bias, residual = layer(tokens, width, outputs, dtype)
+    for symmetric, with_bias in ((True, False), (False, True)):
+        w, b = pack_w4(weight, group, symmetric=symmetric), bias if with_bias else None
+        values = replace(w, scales=w.scales.float()).dequantize().double()
+        exact = F.linear(x.double(), values, None if b is None else b.double()) + residual.double()
+        out, assert_intact = canary((tokens, outputs), dtype, "cuda")
+        assert kestrel_moe.fused_linear_residual(x, w, b, residual, out=out) is out
+        assert_intact()
+        assert_close_to_f64(out, exact, F.linear(x, values.to(dtype), b) + residual)
+        total = residual.clone()
+        kestrel_moe.fused_linear_residual(x, w, b, total, out=total)
+        assert torch.equal(total, out)
+        assert torch.equal(kestrel_moe.fused_linear_residual(x[:, None], w, b, residual[:, None])[:, 0], out)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40, 300])
+def test_a_4_bit_layer_compiles_and_is_captured(tokens: int) -> None:
+    torch.compiler.reset()
+    x, weight, _, residual = layer(tokens, 2048, 1024, torch.bfloat16)
+    w, new = pack_w4(weight), [normal(tokens, size, dtype=torch.bfloat16, seed=7) for size in (2048, 1024)]
+    with backend("auto"):
+        compiled = torch.compile(lambda x, r: kestrel_moe.fused_linear_residual(x, w, None, r), fullgraph=True)
+        got = compiled(x, residual)
+    assert torch.equal(got, kestrel_moe.fused_linear_residual(x, w, None, residual))
+    got = graph_replay(lambda x, r: kestrel_moe.fused_linear_residual(x, w, None, r), [x, residual], new)
+    assert torch.equal(got, kestrel_moe.fused_linear_residual(new[0], w, None, new[1]))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 4, 5, 16, 33, 64, 129, 257, 1030])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kestrel_moe import fused_linear_residual, gemv, linear, moe_sum, router_gemm
+from kestrel_quant import pack_w4
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -45,6 +47,24 @@ def test_linear_with_residual_is_rounded_once(dtype: torch.dtype, with_bias: boo
     got = fused_linear_residual(x, weight, bias, residual)
     assert got.dtype == dtype
     assert_rounded_once(got, x, weight, bias, residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("tokens", [0, 1, 50])
+def test_linear_with_residual_takes_a_4_bit_weight(
+    tokens: int, with_bias: bool, symmetric: bool, dtype: torch.dtype
+) -> None:
+    x, weight, bias, residual = problem(tokens, 72, 96, dtype)
+    w, bias = pack_w4(weight, 24, symmetric=symmetric), bias if with_bias else None
+    values = replace(w, scales=w.scales.float()).dequantize()  # not rounded to x's dtype
+    got = fused_linear_residual(x, w, bias, residual)
+    assert got.dtype == dtype
+    assert_rounded_once(got, x, values, bias, residual)
+    assert torch.equal(fused_linear_residual(x[None], w, bias, residual[None])[0], got)
+    assert fused_linear_residual(x, w, bias, residual, out=residual) is residual
+    assert torch.equal(residual, got)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,21 +14,6 @@ namespace kestrel::quant {
 constexpr DLDataType kInt16{kDLInt, 16, 1};
 constexpr int kMaxTokens = 128;  // of w4a16_kernel
 
-// Rows of a CTA so that every SM has a CTA, or nearly so. Arguments: tiles of 8 tokens, of 16 rows per warp, warps of a
-// slice of K, stages, the most slices of K. Up to 16 tokens two stages leave shared memory to the next launch.
-using Tile8Rows32 = W4Tile<1, 1, 2, 2, 8>;
-using Tile8Half = W4Tile<1, 2, 2, 3, 4>;  // 64 rows, two CTAs on an SM
-using Tile8Rows64 = W4Tile<1, 2, 2, 2, 8>;
-using Tile8Rows128 = W4Tile<1, 2, 4, 2, 4>;
-using Tile8LongRows128 = W4Tile<1, 4, 2, 2, 6>;
-using Tile16Rows32 = W4Tile<2, 1, 2, 2, 8>;
-using Tile16Half = W4Tile<2, 2, 2, 3, 4>;
-using Tile16Rows64 = W4Tile<2, 2, 2, 2, 8>;
-using Tile16Rows128 = W4Tile<2, 2, 4, 2, 4>;
-using Tile16LongRows128 = W4Tile<2, 4, 2, 2, 6>;
-using Tile32 = W4Tile<4, 2, 4, 4, 2>;
-using Tile64 = W4Tile<8, 2, 4, 3, 2>;
-
 // -- checks -----------------------------------------------------------------------------------------------------------
 
 void check_weight(const Checks& check, const TensorView& codes, const TensorView& scales, const OptionalTensor& zeros,
@@ -74,17 +59,12 @@ void require_covered(const W4Params& p, const TensorView& scales) {
 
 namespace w4_mma {
 
-// Largest: the tile with the most tokens among those whose results are to be the same, bit for bit.
 template <typename T, int GROUP, typename Tile, typename Largest>
-void launch_tile(W4Params p, DLDevice device, int most_splits = kMaxSplits) {
-  constexpr int bytes = W4Stage<Tile, GROUP>::shared_bytes;
-  constexpr auto kernel = w4a16_kernel<T, GROUP, Tile>;
-  const int limit = raise_shared_limit<kernel>(device);
-  const int row_tiles = (p.outputs + Tile::rows - 1) / Tile::rows, tiles = (p.tokens + Tile::tokens - 1) / Tile::tokens;
-  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
-  p.parts = std::min({Tile::parts, p.steps, limit / W4Stage<Largest, GROUP>::shared_bytes});
-  p.splits = std::max(1, std::min({sms / (row_tiles * tiles), most_splits, p.steps / p.parts}));
-  launch_slices<T>(kernel, p, row_tiles, tiles, Tile::threads * p.parts, bytes * p.parts, limit, device);
+void launch_tile(const W4Params& p, DLDevice device, int most_splits = kMaxSplits) {
+  if constexpr (GROUP == 128) {
+    if (p.residual) return launch_residual_tile<T, Tile, Largest>(p, device, most_splits);
+  }
+  launch_tile<T, GROUP, Tile, Largest, Residual::none>(p, device, most_splits);
 }
 
 // Whether CTAs of half an SM are faster: one or two of them for each 64 rows fill the GPU once, or take fewer waves
@@ -141,8 +121,13 @@ bool has_wgmma(DLDevice device) {
          device_attribute(cudaDevAttrComputeCapabilityMinor, device.device_id) == 0;
 }
 
-// x: [T, K]. The plan of a call (src/kestrel_quant/_w4_plan.py) is wgmma_tile, splits, ctas and the size of scratch,
-// float32 or None:
+// Whether there are kernels that add a residual.
+bool adds_residual(const W4Params& p, DLDevice device) {
+  return has_wgmma(device) && (p.group % kStep == 0 || p.groups == 1);
+}
+
+// x: [T, K]. False: nothing was launched, as no kernel adds the residual. The plan of a call
+// (src/kestrel_quant/_w4_plan.py) is wgmma_tile, splits, ctas and the size of scratch, float32 or None:
 // - wgmma_tile -1: w4a16_kernel, for T up to 128. It cuts K itself. Its slices are a cluster or, with scratch [slices,
 //   T, N], are added up by a second kernel.
 // - wgmma_tile of launch_group, ctas 0: w4a16_wgmma_kernel, K in `splits` slices. They are a cluster or, with scratch
@@ -150,9 +135,9 @@ bool has_wgmma(DLDevice device) {
 // - wgmma_tile of launch_group_stream, ctas > 0, splits 1: w4a16_stream_kernel. `ctas` CTAs share the steps of all
 //   tiles, with scratch for kMaxStreamCtas flags and a tile's sums for each CTA.
 // - wgmma_tile of launch_group_pairs, ctas > 0, splits 2: w4a16_pair_kernel, without scratch.
-void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView scales, OptionalTensor zeros,
-                  int64_t group_size, OptionalTensor bias, OptionalTensor scratch, int64_t wgmma_tile, int64_t splits,
-                  int64_t ctas) {
+bool w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView scales, OptionalTensor zeros,
+                  int64_t group_size, OptionalTensor bias, OptionalTensor residual, OptionalTensor scratch,
+                  int64_t wgmma_tile, int64_t splits, int64_t ctas) {
   const Checks check("w4a16_linear");
   check.dtype("x", x, {kBFloat16, kFloat16, kFloat32});
   check.rank("x", x, 2, 2);
@@ -171,6 +156,11 @@ void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView sca
     check.dtype("scratch", *scratch, {kFloat32});
     check.contiguous("scratch", *scratch);
   }
+  if (residual.has_value()) {
+    check.dtype("residual", *residual, {x.dtype()});
+    check.shape("residual", *residual, out_shape, 2);
+    check.last_contiguous("residual", *residual);
+  }
   check.dtype("out", out, {x.dtype()});
   check.shape("out", out, out_shape, 2);
   check.last_contiguous("out", out);
@@ -182,18 +172,23 @@ void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView sca
                        {"bias", bias},
                        {"out", out, /*written=*/true},
                        {"scratch", scratch}});
-  if (tokens == 0 || rows == 0) return;
+  check.no_overlap("out", out, "residual", residual, /*may_be_same=*/true);
+  check_devices(check, "x", x, {{"residual", residual}});
+  if (tokens == 0 || rows == 0) return true;
   require_covered(p, scales);
   p.x = address(x);
   p.bias = address(bias);
+  p.residual = address(residual);
   p.out = address(out);
   p.x_stride = x.stride(0) * 2;
   p.out_stride = out.stride(0) * 2;
+  p.residual_stride = residual.has_value() ? (*residual).stride(0) * 2 : 0;
   p.tokens = static_cast<int>(tokens);
-  p.packed_out = reinterpret_cast<uintptr_t>(p.out) % 8 == 0 && (tokens == 1 || p.out_stride % 8 == 0);
+  p.packed_out = p.out_aligned_to(8);
   if (!aligned16(p.x) || (tokens > 1 && p.x_stride % 16)) unsupported("rows of x that are not aligned to 16 bytes");
   const DLDevice device = x.device();
   const DeviceGuard guard(device.device_id);
+  if (p.residual && !adds_residual(p, device)) return false;
   const bool wgmma = wgmma_tile >= 0;
   if (tokens > kMaxTokens && !wgmma) unsupported("more than 128 tokens");
   if (wgmma && !has_wgmma(device)) unsupported("wgmma on this GPU");
@@ -213,6 +208,7 @@ void w4a16_linear(TensorView out, TensorView x, TensorView codes, TensorView sca
   }
   same_dtype(x.dtype(), kBFloat16) ? w4_mma::launch_linear<__nv_bfloat16>(p, device)
                                    : w4_mma::launch_linear<__half>(p, device);
+  return true;
 }
 
 // The weight [N, K]: (code - zero) * scale, rounded once to the type of the scales.

@@ -33,6 +33,9 @@ constexpr int kMaxSplits = 8;    // the portable size of a cluster
 constexpr int kLineBytes = 128;  // of x in shared memory: a token's k of a block
 
 enum class Zeros { eight, any };  // what zero points a weight has
+// Whether a residual is added. Kernels that add one are compiled apart, for sm_90 and GROUP 128: a test in the epilogue
+// costs the main loop.
+enum class Residual { none, added };
 
 struct W4Params {
   const char* x = nullptr;               // [T, K]
@@ -51,7 +54,16 @@ struct W4Params {
   int splits = 1, parts = 1;  // CTAs that share K, and slices of K of a CTA
   int cluster = 1;            // the same, where they are a cluster; else 1
   int stages = 0;             // of the ring of w4a16_wgmma_kernel
-  bool packed_out = false;    // four elements of out are 8 aligned bytes
+  bool packed_out = false;    // four elements of out, and of the residual, are 8 aligned bytes
+
+  const char* residual = nullptr;  // [T, N]; it may be `out`
+  int64_t residual_stride = 0;     // bytes
+
+  // Whether rows of out, and of the residual, are aligned to so many bytes.
+  bool out_aligned_to(unsigned bytes) const {
+    const auto starts = reinterpret_cast<uintptr_t>(out) | reinterpret_cast<uintptr_t>(residual);
+    return starts % bytes == 0 && (tokens == 1 || (out_stride | residual_stride) % bytes == 0);
+  }
 };
 
 // The rows and tokens of a CTA, and its warps.
@@ -120,14 +132,26 @@ __device__ __forceinline__ float4 added(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-// Four sums of neighbouring rows, plus the bias, into the result.
-template <typename T>
-__device__ __forceinline__ void store_sums(const W4Params& p, int token, int row, float4 sum) {
+// Four elements of the residual. The launch before may write them: called after pdl_wait().
+__device__ __forceinline__ uint2 load_residual(const W4Params& p, int token, int row) {
+  const char* const from = p.residual + token * p.residual_stride + int64_t{row} * 2;
+  if (p.packed_out) return *reinterpret_cast<const uint2*>(from);
+  const auto* const elements = reinterpret_cast<const unsigned short*>(from);
+  return make_uint2(elements[0] | uint32_t{elements[1]} << 16, elements[2] | uint32_t{elements[3]} << 16);
+}
+
+// Four sums of neighbouring rows, plus bias and residual, into the result.
+template <typename T, Residual RESIDUAL>
+__device__ __forceinline__ void store_sums(const W4Params& p, int token, int row, float4 sum, uint2 residual) {
   float v[4] = {sum.x, sum.y, sum.z, sum.w};
   const T* bias = reinterpret_cast<const T*>(p.bias);
   if (bias) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] += static_cast<float>(bias[row + i]);
+  }
+  if constexpr (RESIDUAL == Residual::added) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] += widen<T>((i < 2 ? residual.x : residual.y) >> 16 * (i % 2) & 0xffffu);
   }
   char* to = p.out + token * p.out_stride + int64_t{row} * 2;
   const uint32_t bits[4] = {narrow<T>(v[0]), narrow<T>(v[1]), narrow<T>(v[2]), narrow<T>(v[3])};
@@ -167,19 +191,33 @@ struct W4Packs {
 // Adds up the slices of K: those of the CTA, then those of its cluster, into the result; or writes the CTA's sums for
 // w4a16_sum_kernel. All threads of the CTA that count among `threads` see the sums; those of a cluster all call this,
 // after cluster_arrive_relaxed(). Peers send their sums to memory behind this CTA's; `received` counts their bytes.
-template <typename T, int ROWS>
+template <typename T, int ROWS, Residual RESIDUAL>
 __device__ __forceinline__ void finish_sums(const W4Params& p, const W4Sums& sums, const uint64_t* received, int thread,
                                             int threads) {
   constexpr int row_packs = ROWS / 4;
   const int rank = in_cluster(p) ? sums.split % p.cluster : 0;
   const W4Packs packs(sums.tokens, ROWS, p.cluster, rank);
+  const auto residual_of = [&](int pack) {
+    const int row = sums.first_row + pack % row_packs * 4;
+    return row < p.outputs ? load_residual(p, sums.first_token + pack / row_packs, row) : make_uint2(0, 0);
+  };
+  // The residual of the thread's first result is in flight while the sums are added up.
+  const int first_pack = rank * packs.most + thread;
+  uint2 first_residual{};
+  if constexpr (RESIDUAL == Residual::added) {
+    if (!p.partial && thread < packs.own) first_residual = residual_of(first_pack);
+  }
   const auto finish = [&](int token, int row, float4 sum) {
     if (sums.first_row + row >= p.outputs) return;
     if (p.partial) {
       const int64_t of = int64_t{sums.split} * p.tokens + sums.first_token + token;
       *reinterpret_cast<float4*>(p.partial + of * p.outputs + sums.first_row + row) = sum;
+    } else if constexpr (RESIDUAL == Residual::added) {
+      const int pack = token * row_packs + row / 4;
+      store_sums<T, RESIDUAL>(p, sums.first_token + token, sums.first_row + row, sum,
+                              pack == first_pack ? first_residual : residual_of(pack));
     } else {
-      store_sums<T>(p, sums.first_token + token, sums.first_row + row, sum);
+      store_sums<T, RESIDUAL>(p, sums.first_token + token, sums.first_row + row, sum, uint2());
     }
   };
   const auto place = [&](int pack) { return sums.at + pack / row_packs * sums.pitch + pack % row_packs * 4; };
@@ -221,11 +259,14 @@ __device__ __forceinline__ void finish_sums(const W4Params& p, const W4Sums& sum
 }
 
 // GROUP: 32, 64, or 128 for groups that are multiples of 128 or whole rows. N is a multiple of 8.
-template <typename T, int GROUP, typename Tile>
+template <typename T, int GROUP, typename Tile, Residual RESIDUAL>
 __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1) w4a16_kernel(const __grid_constant__ W4Params p) {
   using Stage = W4Stage<Tile, GROUP>;
   using Codes = CentredCodes<T, std::is_same_v<T, __nv_bfloat16> && Tile::subnormal_codes>;
   constexpr int MT = Tile::m_tiles, NT = Tile::n_tiles, S = Tile::stages;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
+  if constexpr (RESIDUAL == Residual::added) return;
+#endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
   if constexpr (NT == 8 && GROUP == 32) return;  // it would spill; launch_group() has the tile of 32 tokens instead
 #endif
@@ -457,14 +498,14 @@ __global__ void __launch_bounds__(Tile::threads* Tile::parts, 1) w4a16_kernel(co
   }
   __syncthreads();
   const int threads = static_cast<int>(blockDim.x);
-  finish_sums<T, Tile::rows>(p, {sums, pitch, Tile::tokens * pitch, first_row, first_token, tokens, split}, &received,
-                             static_cast<int>(threadIdx.x), threads);
+  finish_sums<T, Tile::rows, RESIDUAL>(p, {sums, pitch, Tile::tokens * pitch, first_row, first_token, tokens, split},
+                                       &received, static_cast<int>(threadIdx.x), threads);
 }
 
 constexpr int kW4SumThreads = 128;
 
 // Adds up the slices of K in order, where there are no clusters.
-template <typename T>
+template <typename T, Residual RESIDUAL>
 __global__ void __launch_bounds__(kW4SumThreads) w4a16_sum_kernel(const __grid_constant__ W4Params p) {
   pdl_wait();
   pdl_trigger();
@@ -472,6 +513,8 @@ __global__ void __launch_bounds__(kW4SumThreads) w4a16_sum_kernel(const __grid_c
   const int64_t pack = int64_t{blockIdx.x} * kW4SumThreads + threadIdx.x;
   if (pack >= int64_t{p.tokens} * packs_of_token) return;
   const int token = static_cast<int>(pack / packs_of_token), row = static_cast<int>(pack % packs_of_token) * 4;
+  uint2 residual{};
+  if constexpr (RESIDUAL == Residual::added) residual = load_residual(p, token, row);
   float4 slices[kMaxSplits];
 #pragma unroll
   for (int s = 0; s < kMaxSplits; ++s) {
@@ -484,7 +527,7 @@ __global__ void __launch_bounds__(kW4SumThreads) w4a16_sum_kernel(const __grid_c
   for (int s = 1; s < kMaxSplits; ++s) {
     if (s < p.splits) sum = added(sum, slices[s]);
   }
-  store_sums<T>(p, token, row, sum);
+  store_sums<T, RESIDUAL>(p, token, row, sum, residual);
 }
 
 constexpr int kW4DequantWarps = 8, kW4DequantBlocks = 2;  // of a CTA; of a warp

@@ -12,7 +12,7 @@ namespace kestrel::quant {
 // p.splits: as many as there can be. Their sums are added up over a cluster or, with p.partial, by a second kernel.
 // most_shared: what a CTA alone on its SM may have. On Hopper up to as many CTAs as SMs take more than half of it: a
 // launch that finds some SMs free before others would put two on one of those.
-template <typename T, typename Params>
+template <typename T, Residual RESIDUAL, typename Params>
 void launch_slices(void (*kernel)(Params), Params p, int row_tiles, int token_tiles, int threads, int shared_bytes,
                    int most_shared, DLDevice device) {
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
@@ -34,16 +34,54 @@ void launch_slices(void (*kernel)(Params), Params p, int row_tiles, int token_ti
   launch_pdl(kernel, dim3(row_tiles * p.splits, token_tiles), dim3(threads), device, p, shared_bytes, p.cluster);
   if (!p.partial) return;
   const int64_t packs = int64_t{p.tokens} * (p.outputs / 4);
-  launch_pdl(w4a16_sum_kernel<T>, dim3(static_cast<unsigned>((packs + kW4SumThreads - 1) / kW4SumThreads)),
+  launch_pdl(w4a16_sum_kernel<T, RESIDUAL>, dim3(static_cast<unsigned>((packs + kW4SumThreads - 1) / kW4SumThreads)),
              dim3(kW4SumThreads), device, static_cast<const W4Params&>(p));
 }
+
+namespace w4_mma {
+
+// Rows of a CTA so that every SM has a CTA, or nearly so. Arguments: tiles of 8 tokens, of 16 rows per warp, warps of a
+// slice of K, stages, the most slices of K. Up to 16 tokens two stages leave shared memory to the next launch.
+using Tile8Rows32 = W4Tile<1, 1, 2, 2, 8>;
+using Tile8Half = W4Tile<1, 2, 2, 3, 4>;  // 64 rows, two CTAs on an SM
+using Tile8Rows64 = W4Tile<1, 2, 2, 2, 8>;
+using Tile8Rows128 = W4Tile<1, 2, 4, 2, 4>;
+using Tile8LongRows128 = W4Tile<1, 4, 2, 2, 6>;
+using Tile16Rows32 = W4Tile<2, 1, 2, 2, 8>;
+using Tile16Half = W4Tile<2, 2, 2, 3, 4>;
+using Tile16Rows64 = W4Tile<2, 2, 2, 2, 8>;
+using Tile16Rows128 = W4Tile<2, 2, 4, 2, 4>;
+using Tile16LongRows128 = W4Tile<2, 4, 2, 2, 6>;
+using Tile32 = W4Tile<4, 2, 4, 4, 2>;
+using Tile64 = W4Tile<8, 2, 4, 3, 2>;
+
+// Largest: the tile with the most tokens among those whose results are to be the same, bit for bit.
+template <typename T, int GROUP, typename Tile, typename Largest, Residual RESIDUAL>
+void launch_tile(W4Params p, DLDevice device, int most_splits) {
+  constexpr int bytes = W4Stage<Tile, GROUP>::shared_bytes;
+  constexpr auto kernel = w4a16_kernel<T, GROUP, Tile, RESIDUAL>;
+  const int limit = raise_shared_limit<kernel>(device);
+  const int row_tiles = (p.outputs + Tile::rows - 1) / Tile::rows, tiles = (p.tokens + Tile::tokens - 1) / Tile::tokens;
+  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
+  p.parts = std::min({Tile::parts, p.steps, limit / W4Stage<Largest, GROUP>::shared_bytes});
+  p.splits = std::max(1, std::min({sms / (row_tiles * tiles), most_splits, p.steps / p.parts}));
+  launch_slices<T, RESIDUAL>(kernel, p, row_tiles, tiles, Tile::threads * p.parts, bytes * p.parts, limit, device);
+}
+
+// launch_tile() with a residual, for GROUP 128. Defined in a source of its own: beside those kernels the compiler
+// orders the instructions of others anew.
+template <typename T, typename Tile, typename Largest>
+void launch_residual_tile(const W4Params& p, DLDevice device, int most_splits);
+
+}  // namespace w4_mma
 
 namespace w4_wgmma {
 
 // Launches w4a16_wgmma_kernel or, with ctas, w4a16_stream_kernel or w4a16_pair_kernel, on sm_90: see
 // w4a16_wgmma_launch.cuh. Defined for each T and ZEROS in a source of its own.
+// False: no kernel adds the residual.
 template <typename T, Zeros ZEROS>
-void launch(const W4Params& p, int tile, int ctas, DLDevice device);
+bool launch(const W4Params& p, int tile, int ctas, DLDevice device);
 
 }  // namespace w4_wgmma
 

@@ -18,7 +18,7 @@ struct PairHalf {
   static_assert(Tile::m_blocks == 1 && Tile::fragments % 2 == 0 && bytes <= 2 * Tile::bytes);
 };
 
-template <typename T, Zeros ZEROS, typename Tile>
+template <typename T, Zeros ZEROS, typename Tile, Residual RESIDUAL>
 __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
     w4a16_pair_kernel(const __grid_constant__ WgmmaParams p) {
 #ifdef KESTREL_HAS_WGMMA
@@ -89,6 +89,9 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
   }
 #pragma unroll
   for (int i = 0; i < N / 4; ++i) sums[i] = rank == 0 ? acc[0][i] : acc[0][N / 4 + i];
+  const int first = first_token + rank * Half::tokens, count = min(Half::tokens, p.tokens - first);
+  const uint32_t buffer = ring + Half::sum_bytes;
+  if constexpr (RESIDUAL == Residual::added) start_residual<Results>(p, buffer, first_row, first, count);
   ptx::mbarrier_wait_cluster(&received, 0);
 #pragma unroll
   for (int i = 0; i < Half::fragments; ++i) {
@@ -101,11 +104,10 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
 
   // -- results --
 
-  const int first = first_token + rank * Half::tokens;
-  const uint32_t buffer = ring + Half::sum_bytes;
-  stage_results<T, Results>(p, sums, 0, Half::tokens, bias, buffer, row_of_warp, lane);
+  if constexpr (RESIDUAL == Residual::added) wait_for_residual<Results>();
+  stage_results<T, Results, RESIDUAL>(p, sums, 0, Half::tokens, bias, buffer, row_of_warp, lane);
   ptx::named_barrier(1, Tile::consumers);
-  copy_results<Results>(p, buffer, first_row, first, min(Half::tokens, p.tokens - first));
+  copy_results<Results>(p, buffer, first_row, first, count);
 #endif
 }
 

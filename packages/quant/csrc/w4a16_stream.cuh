@@ -225,7 +225,7 @@ __device__ __forceinline__ void write_results(const StreamParams& p, const float
     const int begin = chunk * S::out_tokens, tokens = min(S::out_tokens, S::tokens - begin);
     ptx::mbarrier_wait(full + at.stage, at.phase);
     const uint32_t buffer = ring + at.stage * Tile::bytes;
-    stage_results<T, Results>(p, acc, begin, tokens, bias, buffer, row_of_warp, lane);
+    stage_results<T, Results, Residual::none>(p, acc, begin, tokens, bias, buffer, row_of_warp, lane);
     ptx::named_barrier(1, Tile::consumers);
     const int first = first_token + begin;
     copy_results<Results>(p, buffer, first_row, first, min(tokens, p.tokens - first));

@@ -22,10 +22,30 @@ __device__ __forceinline__ float4 scaled(float4 sum, float scale) {
   return make_float4(sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale);
 }
 
-// Sums of a fragment, with the bias, into the result: rows g (x, y) and g + 8 (z, w) from `row` on, tokens 2 q and the
-// next one from `token` on. All lanes of a warp call this.
-template <typename T>
-__device__ __forceinline__ void store_fragment(const WgmmaParams& p, int token, int row, float4 sum, int lane) {
+// The residual that store_fragment() adds. The launch before may write it: called after pdl_wait().
+__device__ __forceinline__ uint2 load_residual_fragment(const WgmmaParams& p, int token, int row, int lane) {
+  uint32_t pairs[2] = {};
+  if (token + lane / 4 < p.tokens) {
+    const char* const from = p.residual + (token + lane / 4) * p.residual_stride + int64_t{row + lane % 4 * 2} * 2;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (row + 8 * r >= p.outputs) break;
+      if (p.packed_out) {
+        pairs[r] = *reinterpret_cast<const uint32_t*>(from + 16 * r);
+      } else {
+        const auto* const elements = reinterpret_cast<const unsigned short*>(from + 16 * r);
+        pairs[r] = elements[0] | uint32_t{elements[1]} << 16;
+      }
+    }
+  }
+  return make_uint2(pairs[0], pairs[1]);
+}
+
+// Sums of a fragment, with bias and residual, into the result: rows g (x, y) and g + 8 (z, w) from `row` on, tokens 2 q
+// and the next one from `token` on. All lanes of a warp call this.
+template <typename T, Residual RESIDUAL>
+__device__ __forceinline__ void store_fragment(const WgmmaParams& p, int token, int row, float4 sum, uint2 residual,
+                                               int lane) {
   const int group = lane / 4, quad = lane % 4;
   sum = scaled(sum, p.scale_of_sums);
   if (p.bias) {
@@ -33,6 +53,10 @@ __device__ __forceinline__ void store_fragment(const WgmmaParams& p, int token, 
     const float low = row < p.outputs ? static_cast<float>(bias[0]) : 0.f;
     const float high = row + 8 < p.outputs ? static_cast<float>(bias[8]) : 0.f;
     sum = make_float4(sum.x + low, sum.y + low, sum.z + high, sum.w + high);
+  }
+  if constexpr (RESIDUAL == Residual::added) {
+    const float2 low = ptx::unpack_pair<T>(transposed(residual.x)), high = ptx::unpack_pair<T>(transposed(residual.y));
+    sum = make_float4(sum.x + low.x, sum.y + low.y, sum.z + high.x, sum.w + high.y);
   }
   const uint32_t bits[2] = {transposed(narrow<T>(sum.x) | narrow<T>(sum.y) << 16),
                             transposed(narrow<T>(sum.z) | narrow<T>(sum.w) << 16)};
@@ -62,7 +86,7 @@ __device__ __forceinline__ TokenRange tokens_of(int rank, int cluster, int token
 
 // Adds up the slices of K of a cluster, if there is one, and writes the result. Each CTA finishes some tokens: the
 // others copy it their sums. The order of the slices is the same for all tokens. All consumers call this.
-template <typename T, typename Tile>
+template <typename T, typename Tile, Residual RESIDUAL>
 __device__ __forceinline__ void finish_tile(const WgmmaParams& p, uint32_t ring, const float* sums,
                                             const uint64_t* received, int rank, int first_row, int first_token,
                                             int thread) {
@@ -89,9 +113,14 @@ __device__ __forceinline__ void finish_tile(const WgmmaParams& p, uint32_t ring,
     ptx::cluster_arrive_relaxed();  // this CTA's copies of the peers' sums are complete
   }
   const float* const others = sums + Tile::sum_bytes / 4;
+  if constexpr (RESIDUAL == Residual::added) pdl_wait();  // only the thread that loads x has waited
   for (int i = thread; i < own.count * kPacks; i += Tile::consumers) {
     const int token = i / kPacks, row = i % kPacks * 4;
     if (first_row + row >= p.outputs) continue;
+    uint2 residual{};
+    if constexpr (RESIDUAL == Residual::added) {
+      residual = load_residual(p, first_token + own.first + token, first_row + row);
+    }
     float4 sum{};
     for (int slice = 0; slice < p.cluster; ++slice) {
       const float* const from = slice == rank  ? sums + own.first * kPitch
@@ -100,7 +129,8 @@ __device__ __forceinline__ void finish_tile(const WgmmaParams& p, uint32_t ring,
       const float4 v = *reinterpret_cast<const float4*>(from + token * kPitch + row);
       sum = slice == 0 ? v : added(sum, v);
     }
-    store_sums<T>(p, first_token + own.first + token, first_row + row, scaled(sum, p.scale_of_sums));
+    store_sums<T, RESIDUAL>(p, first_token + own.first + token, first_row + row, scaled(sum, p.scale_of_sums),
+                            residual);
   }
   if (p.cluster > 1) {
     __syncwarp();
@@ -108,7 +138,7 @@ __device__ __forceinline__ void finish_tile(const WgmmaParams& p, uint32_t ring,
   }
 }
 
-template <typename T, Zeros ZEROS, typename Tile>
+template <typename T, Zeros ZEROS, typename Tile, Residual RESIDUAL>
 __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
     w4a16_wgmma_kernel(const __grid_constant__ WgmmaParams p) {
 #ifdef KESTREL_HAS_WGMMA
@@ -190,13 +220,13 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
     const int token = i % (N / 2) / 4 * 8 + lane % 4 * 2 + i % 2, row = i / (N / 2) * 64 + lane / 4 + i / 2 % 2 * 8;
     sums[token * Tile::pitch + row_of_warp + row] = acc[i / (N / 2)][i % (N / 2)];
   }
-  finish_tile<T, Tile>(p, ring, sums, &received, split, first_row, first_token, thread);
+  finish_tile<T, Tile, RESIDUAL>(p, ring, sums, &received, split, first_row, first_token, thread);
 #endif
 }
 
 // Adds up the slices of K, [slice][token tile][row tile][fragment][consumer], in order. A CTA has a fragment of a
 // warpgroup: blockIdx is (row tile and warpgroup, 8 tokens).
-template <typename T, Zeros ZEROS, typename Tile>
+template <typename T, Zeros ZEROS, typename Tile, Residual RESIDUAL>
 __global__ void __launch_bounds__(128) w4a16_wgmma_sum_kernel(const __grid_constant__ WgmmaParams p) {
   static_assert(Tile::m_blocks == 1);
   const int warpgroup = blockIdx.x % Tile::warpgroups, row_tile = blockIdx.x / Tile::warpgroups;
@@ -209,6 +239,9 @@ __global__ void __launch_bounds__(128) w4a16_wgmma_sum_kernel(const __grid_const
                              warpgroup * 128 + threadIdx.x;
   pdl_wait();
   pdl_trigger();
+  const int token = static_cast<int>(blockIdx.y) * 8, lane = static_cast<int>(threadIdx.x) % 32;
+  uint2 residual{};
+  if constexpr (RESIDUAL == Residual::added) residual = load_residual_fragment(p, token, row, lane);
   float4 slices[kMaxSplits];
 #pragma unroll
   for (int s = 0; s < kMaxSplits; ++s) {
@@ -219,7 +252,7 @@ __global__ void __launch_bounds__(128) w4a16_wgmma_sum_kernel(const __grid_const
   for (int s = 1; s < kMaxSplits; ++s) {
     if (s < p.splits) sum = added(sum, slices[s]);
   }
-  store_fragment<T>(p, static_cast<int>(blockIdx.y) * 8, row, sum, static_cast<int>(threadIdx.x) % 32);
+  store_fragment<T, RESIDUAL>(p, token, row, sum, residual, lane);
 }
 
 }  // namespace kestrel::quant::w4_wgmma

@@ -3,6 +3,6 @@
 
 namespace kestrel::quant::w4_wgmma {
 
-template void launch<__nv_bfloat16, Zeros::any>(const W4Params&, int, int, DLDevice);
+template bool launch<__nv_bfloat16, Zeros::any>(const W4Params&, int, int, DLDevice);
 
 }  // namespace kestrel::quant::w4_wgmma

@@ -3,6 +3,6 @@
 
 namespace kestrel::quant::w4_wgmma {
 
-template void launch<__half, Zeros::any>(const W4Params&, int, int, DLDevice);
+template bool launch<__half, Zeros::any>(const W4Params&, int, int, DLDevice);
 
 }  // namespace kestrel::quant::w4_wgmma

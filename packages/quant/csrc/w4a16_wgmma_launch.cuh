@@ -53,17 +53,13 @@ SharedBytes shared_bytes(int of_one, int ctas, DLDevice device) {
   return {0, (of_one + 1024) / 2 - 1024 - 512};
 }
 
-inline bool rows_aligned_to_16(const W4Params& p) {
-  return reinterpret_cast<uintptr_t>(p.out) % 16 == 0 && (p.tokens == 1 || p.out_stride % 16 == 0);
-}
-
 // p.splits: slices of K. They are a cluster, unless p.partial has memory for their sums.
-template <typename T, Zeros ZEROS, typename Tile>
+template <typename T, Zeros ZEROS, typename Tile, Residual RESIDUAL>
 void launch_tiles(const W4Params& params, DLDevice device) {
   WgmmaParams p;
   static_cast<W4Params&>(p) = params;
   p.scale_of_sums = WeightsOf<T, ZEROS, Tile>::scale_of_sums;
-  constexpr auto kernel = w4a16_wgmma_kernel<T, ZEROS, Tile>;
+  constexpr auto kernel = w4a16_wgmma_kernel<T, ZEROS, Tile, RESIDUAL>;
   const int tiles = (p.tokens + Tile::tokens - 1) / Tile::tokens;
   p.row_tiles = (p.outputs + Tile::rows - 1) / Tile::rows;
   p.steps = (p.width + Tile::step - 1) / Tile::step;
@@ -84,23 +80,23 @@ void launch_tiles(const W4Params& params, DLDevice device) {
   launch_pdl(kernel, dim3(p.row_tiles * p.splits, tiles), dim3(Tile::threads), device, p, bytes, p.cluster);
   if (!p.partial) return;
   // A CTA for each 8 tokens that exist: CTAs that leave at once would let the next launch put two of its CTAs on an SM.
-  launch_pdl(w4a16_wgmma_sum_kernel<T, ZEROS, Tile>, dim3(p.row_tiles * Tile::warpgroups, (p.tokens + 7) / 8),
+  launch_pdl(w4a16_wgmma_sum_kernel<T, ZEROS, Tile, RESIDUAL>, dim3(p.row_tiles * Tile::warpgroups, (p.tokens + 7) / 8),
              dim3(128), device, p);
 }
 
 // A cluster of two CTAs for each tile.
-template <typename T, Zeros ZEROS, typename Tile>
+template <typename T, Zeros ZEROS, typename Tile, Residual RESIDUAL>
 void launch_pairs(const W4Params& params, DLDevice device) {
   WgmmaParams p;
   static_cast<W4Params&>(p) = params;
   p.scale_of_sums = WeightsOf<T, ZEROS, Tile>::scale_of_sums;
-  constexpr auto kernel = w4a16_pair_kernel<T, ZEROS, Tile>;
+  constexpr auto kernel = w4a16_pair_kernel<T, ZEROS, Tile, RESIDUAL>;
   const int row_tiles = (p.outputs + Tile::rows - 1) / Tile::rows, tiles = (p.tokens + Tile::tokens - 1) / Tile::tokens;
   const SharedBytes shared = shared_bytes<Tile>(raise_shared_limit<kernel>(device), 2 * row_tiles * tiles, device);
   p.steps = (p.width + Tile::step - 1) / Tile::step;
   if (p.steps < 2) unsupported("pairs of CTAs for a single step of K");
   p.stages = std::min((shared.most - Tile::alignment) / Tile::bytes, Tile::max_stages);
-  p.aligned_out = rows_aligned_to_16(p);
+  p.aligned_out = p.out_aligned_to(16);
   set_maps<Tile>(&p);
   launch_pdl(kernel, dim3(2 * row_tiles, tiles), dim3(Tile::threads), device, p,
              std::max(p.stages * Tile::bytes + Tile::alignment, shared.least), 2);
@@ -128,7 +124,7 @@ void launch_stream(const W4Params& params, int ctas, DLDevice device) {
   p.rest = static_cast<int>(steps % p.row_ctas);
   ctas = p.row_ctas * p.token_tiles;
   p.stages = std::min((limit - Tile::alignment) / Tile::bytes, Tile::max_stages);
-  p.aligned_out = rows_aligned_to_16(p);
+  p.aligned_out = p.out_aligned_to(16);
   set_maps<Tile>(&p);
   if (p.row_tiles % p.row_ctas != 0) {  // some tiles belong to several CTAs
     if (p.partial_floats < kMaxStreamCtas + int64_t{ctas} * (Stream::slot_bytes / 4)) {
@@ -141,11 +137,23 @@ void launch_stream(const W4Params& params, int ctas, DLDevice device) {
   launch_pdl(kernel, dim3(ctas), dim3(Tile::threads), device, p, p.stages * Tile::bytes + Tile::alignment);
 }
 
+constexpr int kMostResidualTokens = 64;  // tiles of more have no kernels that add a residual
+
 // Tokens of a CTA, then blocks of 64 rows of a warpgroup, warpgroups, k of a stage, products of 32 k started together,
-// CTAs per SM, batches in flight. The number of a tile is its place in TILES of src/kestrel_quant/_w4_plan.py.
+// CTAs per SM, batches in flight. False: no kernel adds the residual, and nothing was launched. The number of a tile is
+// its place in TILES of src/kestrel_quant/_w4_plan.py.
 template <typename T, Zeros ZEROS, int GROUP>
-void launch_group(const W4Params& p, int tile, DLDevice device) {
-  const auto launch = [&](auto of) { launch_tiles<T, ZEROS, decltype(of)>(p, device); };
+bool launch_group(const W4Params& p, int tile, DLDevice device) {
+  const auto launch = [&](auto of) {
+    using Tile = decltype(of);
+    if constexpr (GROUP == 128 && Tile::tokens <= kMostResidualTokens) {
+      if (p.residual) launch_tiles<T, ZEROS, Tile, Residual::added>(p, device);
+    } else if (p.residual) {
+      return false;
+    }
+    if (!p.residual) launch_tiles<T, ZEROS, Tile, Residual::none>(p, device);
+    return true;
+  };
   switch (tile) {
     case 0:
       return launch(WgmmaTile<16, GROUP, 1, 2, 256, 1, 2, 2>());
@@ -161,12 +169,22 @@ void launch_group(const W4Params& p, int tile, DLDevice device) {
       return launch(WgmmaTile<96, GROUP, 1, 2, 128, 1, 1, 2>());
   }
   unsupported("a tile of this number");
+  return false;
 }
 
 // The same for w4a16_pair_kernel, in the order of PAIR_TILES.
 template <typename T, Zeros ZEROS, int GROUP>
-void launch_group_pairs(const W4Params& p, int tile, DLDevice device) {
-  const auto launch = [&](auto of) { launch_pairs<T, ZEROS, decltype(of)>(p, device); };
+bool launch_group_pairs(const W4Params& p, int tile, DLDevice device) {
+  const auto launch = [&](auto of) {
+    using Tile = decltype(of);
+    if constexpr (GROUP == 128 && Tile::tokens <= kMostResidualTokens) {
+      if (p.residual) launch_pairs<T, ZEROS, Tile, Residual::added>(p, device);
+    } else if (p.residual) {
+      return false;
+    }
+    if (!p.residual) launch_pairs<T, ZEROS, Tile, Residual::none>(p, device);
+    return true;
+  };
   switch (tile) {
     case 0:
       return launch(WgmmaTile<16, GROUP, 1, 2, 128, 1, 2, 2>());
@@ -202,12 +220,17 @@ void launch_group_pairs(const W4Params& p, int tile, DLDevice device) {
       return launch(WgmmaTile<256, GROUP, 1, 2, 128, 1, 1, 4>());
   }
   unsupported("a tile of this number");
+  return false;
 }
 
 // The same for w4a16_stream_kernel, in the order of STREAM_TILES.
 template <typename T, Zeros ZEROS, int GROUP>
-void launch_group_stream(const W4Params& p, int tile, int ctas, DLDevice device) {
-  const auto launch = [&](auto of) { launch_stream<T, ZEROS, decltype(of)>(p, ctas, device); };
+bool launch_group_stream(const W4Params& p, int tile, int ctas, DLDevice device) {
+  if (p.residual) return false;
+  const auto launch = [&](auto of) {
+    launch_stream<T, ZEROS, decltype(of)>(p, ctas, device);
+    return true;
+  };
   switch (tile) {
     case 0:
       return launch(WgmmaTile<96, GROUP, 1, 3, 128, 1, 1, 4>());
@@ -229,19 +252,20 @@ void launch_group_stream(const W4Params& p, int tile, int ctas, DLDevice device)
       return launch(WgmmaTile<224, GROUP, 1, 2, 128, 1, 1, 4>());
   }
   unsupported("a tile of this number");
+  return false;
 }
 
 template <typename T, Zeros ZEROS>
-void launch(const W4Params& p, int tile, int ctas, DLDevice device) {
+bool launch(const W4Params& p, int tile, int ctas, DLDevice device) {
   const auto launch_for = [&](auto group) {
     constexpr int GROUP = decltype(group)::value;
     if (ctas > 0 && p.splits == 2) return launch_group_pairs<T, ZEROS, GROUP>(p, tile, device);
     if (ctas > 0) return launch_group_stream<T, ZEROS, GROUP>(p, tile, ctas, device);
-    launch_group<T, ZEROS, GROUP>(p, tile, device);
+    return launch_group<T, ZEROS, GROUP>(p, tile, device);
   };
   if (p.group == 32) return launch_for(std::integral_constant<int, 32>());
   if (p.group == 64) return launch_for(std::integral_constant<int, 64>());
-  launch_for(std::integral_constant<int, 128>());
+  return launch_for(std::integral_constant<int, 128>());
 }
 
 }  // namespace kestrel::quant::w4_wgmma

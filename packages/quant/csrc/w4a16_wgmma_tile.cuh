@@ -115,7 +115,7 @@ struct WgmmaParams : W4Params {
   CUtensorMap scale_map;   // [groups, N]
   CUtensorMap zero_map;    // the same; of the scales where there are no zeros
   int row_tiles = 0;
-  bool aligned_out = false;   // rows of out are aligned to 16 bytes
+  bool aligned_out = false;   // rows of out, and of the residual, are aligned to 16 bytes
   float scale_of_sums = 1.f;  // that of WeightDecoder
 };
 
@@ -295,9 +295,40 @@ __device__ __forceinline__ float2 load_bias(const WgmmaParams& p, int row, int l
                      row + 8 < p.outputs ? static_cast<float>(bias[8]) : 0.f);
 }
 
-// Sums of a warp's 16 rows from row_of_warp on, and their bias, into the buffer of results. sums: fragments of 8
-// tokens, of which `tokens` from the first_token-th on are those of the buffer.
-template <typename T, typename Results, int SIZE>
+// Starts copies of the residual of `count` tokens into the buffer of results. What does not exist is not read. All
+// consumers call this.
+template <typename Results>
+__device__ __forceinline__ void start_residual(const WgmmaParams& p, uint32_t buffer, int first_row, int first_token,
+                                               int count) {
+  constexpr int kPacks = Results::rows / 8;
+  pdl_wait();  // only the thread that loads x has waited
+  for (int i = threadIdx.x; i < count * kPacks; i += Results::consumers) {
+    const int token = i / kPacks, row = i % kPacks * 8;
+    if (first_row + row >= p.outputs) continue;
+    const char* const from = p.residual + (first_token + token) * p.residual_stride + int64_t{first_row + row} * 2;
+    const uint32_t to = buffer + token * Results::pitch + row * 2;
+    if (p.aligned_out) {
+      ptx::cp_async16(to, from);
+    } else {
+#pragma unroll 1
+      for (int e = 0; e < 8; ++e) {
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(to + e * 2), "h"(reinterpret_cast<const unsigned short*>(from)[e])
+                     : "memory");
+      }
+    }
+  }
+}
+
+// Waits until those copies are complete.
+template <typename Results>
+__device__ __forceinline__ void wait_for_residual() {
+  ptx::cp_async_wait_all();
+  ptx::named_barrier(1, Results::consumers);
+}
+
+// Sums of a warp's 16 rows from row_of_warp on, their bias, and the residual that lies there, into the buffer of
+// results. sums: fragments of 8 tokens, of which `tokens` from the first_token-th on are those of the buffer.
+template <typename T, typename Results, Residual RESIDUAL, int SIZE>
 __device__ __forceinline__ void stage_results(const WgmmaParams& p, const float (&sums)[SIZE], int first_token,
                                               int tokens, float2 bias, uint32_t buffer, int row_of_warp, int lane) {
   const uint32_t to = buffer + (lane / 16 * 8 + lane % 8) * Results::pitch + (row_of_warp + lane / 8 % 2 * 8) * 2;
@@ -305,13 +336,18 @@ __device__ __forceinline__ void stage_results(const WgmmaParams& p, const float 
   for (int j = 0; j < (Results::tokens + 15) / 16; ++j) {
     if (j * 16 >= tokens) break;
     unsigned m[4] = {};
+    if constexpr (RESIDUAL == Residual::added) ptx::load_matrices_transposed(to + j * 16 * Results::pitch, m);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int f = first_token / 2 + j * 8 + 2 * i;
       const float of_row = i % 2 == 0 ? bias.x : bias.y;
       if (j * 8 + 2 * i < tokens / 2) {
-        m[i] = ptx::pack_pair<T>(
-            make_float2(fmaf(sums[f], p.scale_of_sums, of_row), fmaf(sums[f + 1], p.scale_of_sums, of_row)));
+        float2 v = make_float2(fmaf(sums[f], p.scale_of_sums, of_row), fmaf(sums[f + 1], p.scale_of_sums, of_row));
+        if constexpr (RESIDUAL == Residual::added) {
+          const float2 more = ptx::unpack_pair<T>(m[i]);
+          v = make_float2(v.x + more.x, v.y + more.y);
+        }
+        m[i] = ptx::pack_pair<T>(v);
       }
     }
     ptx::store_matrices_transposed(to + j * 16 * Results::pitch, m);

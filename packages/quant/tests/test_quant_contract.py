@@ -147,6 +147,12 @@ BAD_INPUTS = {
         BadInput("bias elsewhere", "bias", call(X, W4, torch.ones(6, device="meta")), ValueError, "device"),
         BadInput("transposed", "x", call(torch.ones(12, 3).t(), W4), ValueError, "contiguous"),
         BadInput("scalar", "x", call(torch.tensor(1.0), W4), ValueError, "a last dimension of 12"),
+        BadInput("residual of other width", "residual", call(X, W4, residual=X), ValueError, "(3, 6)"),
+        BadInput("one residual for all rows", "residual", call(X, W4, residual=X[:1, :6]), ValueError, "(3, 6)"),
+        BadInput("residual in fp16", "residual", call(X, W4, residual=X[:, :6].half()), TypeError, "float16"),
+        BadInput("residual elsewhere", "residual", call(X, W4, residual=X[:, :6].to("meta")), ValueError, "device"),
+        BadInput("residual, strided", "residual", call(X, W4, residual=X[:, ::2]), ValueError, "contiguous"),
+        BadInput("number as residual", "residual", call(X, W4, residual=1.0), TypeError, "tensor"),
         BadInput("wide out", "out", call(X, W4, out=torch.empty(3, 7)), ValueError, "(3, 6)"),
         BadInput("every second column", "out", call(X, W4, out=torch.empty(3, 12)[:, ::2]), ValueError, "contiguous"),
         BadInput("out in bf16", "out", call(X, W4, out=torch.ones(3, 6).bfloat16()), TypeError, "float32"),
@@ -251,7 +257,7 @@ GOOD_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "int4_quant": ((X,), {"group_size": 4}),
     "int4_dequant": ((CODES4, SCALE4), {"group_size": 4, "out": None}),
     "pack_w4": ((X, 4), {"symmetric": False}),
-    "w4a16_linear": ((X, W4, None), {"out": None}),
+    "w4a16_linear": ((X, W4, None), {"residual": X[:, :6], "out": None}),
     "w4a16_token": ((X, W4, None), {"norm_weight": None, "activation": "silu_and_mul", "out": None}),
     "w4_from_gptq": ((WORDS, GROUPS, None, None), {"checkpoint_format": "gptq", "dtype": None}),
     "w4_from_awq": ((AWQ_WORDS, GROUPS, AWQ_ZEROS), {"dtype": None}),
@@ -345,6 +351,7 @@ OPCHECKS = [  # the public functions are thin; these are the registered ops, wit
     (kestrel_quant.int4_dequant, (CODES4[::2, 1:5], torch.rand(1, 2).t())),
     (_w4a16_linear, (BUFFER[::2, 3:15], W4.codes, W4.scales, None, None, 4, torch.randn(6))),
     (_w4a16_linear, (X, W4A.codes, W4A.scales, W4A.zeros, torch.arange(12).flip(0), 4)),
+    (_w4a16_linear, (X, W4.codes, W4.scales, None, None, 4, None, BUFFER[::2, 5:11])),
     (_w4a16_token, (X[None, :1], W4.codes, W4.scales, None, None, 4, torch.ones(6), torch.ones(12))),
     (_w4a16_token, (X, W4A.codes, W4A.scales, W4A.zeros, None, 4, None, None, 0.0, 0.0, "silu_and_mul", X[:, :3])),
     (_fp8_quant_static, (X, torch.ones(3, 1))),
@@ -395,7 +402,7 @@ def test_public_functions_compile_into_one_graph(x: torch.Tensor) -> None:
         results.extend((*kestrel_quant.int8_quant(x), *kestrel_quant.int4_quant(x, group_size=4)))
         results.append(kestrel_quant.int8_dequant(*kestrel_quant.int8_quant(x, granularity="tensor")))
         results.append(kestrel_quant.int4_dequant(*kestrel_quant.int4_quant(x)))
-        results.append(kestrel_quant.w4a16_linear(x[:, :12], W4, torch.ones(6)))
+        results.append(kestrel_quant.w4a16_linear(x[:, :12], W4, torch.ones(6), residual=x[:, 1:7]))
         return [*results, q, kestrel_quant.fp8_dequant(q, scale, out=torch.empty_like(x).bfloat16())]
 
     assert_compiles(everything, x, "aot_eager")

@@ -285,7 +285,7 @@ def test_scratch_memory_may_hold_anything_and_is_not_left(forced: Plan) -> None:
     want = w4a16_linear(x, w)
     out, out_intact = canary((33, 4096), torch.bfloat16, "cuda")
     scratch, intact = canary((8 * 256 * 4224,), torch.float32, "cuda")
-    kernels.w4a16_linear(out, x, w.codes, w.scales, w.zeros, w.group_size, None, scratch, *forced[1:4])
+    kernels.w4a16_linear(out, x, w.codes, w.scales, w.zeros, w.group_size, None, None, scratch, *forced[1:4])
     assert_same_bits(out, want)
     out_intact()
     intact()
@@ -376,7 +376,7 @@ def test_persistent_ctas_refuse_more_than_two_slices(splits: int) -> None:
     w, x, scratch = weight(1024, 1024, 128, torch.bfloat16), random(64, 1024), torch.zeros(1 << 22, device="cuda")
     out = torch.full((64, 1024), torch.nan, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(UnsupportedError, match="more than two slices"):
-        kernels.w4a16_linear(out, x, w.codes, w.scales, w.zeros, 128, None, scratch, 0, splits, 32)
+        kernels.w4a16_linear(out, x, w.codes, w.scales, w.zeros, 128, None, None, scratch, 0, splits, 32)
     assert bool(out.isnan().all())
 
 

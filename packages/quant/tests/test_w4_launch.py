@@ -37,6 +37,7 @@ class Kernels:
     def __init__(self) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.options: list[tuple[int, int, int]] = []
+        self.adds_residuals = True
 
     def w4_dequant(self, out: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> None:
         self.calls.append(("dequant", (out, codes, scales, zeros, group)))
@@ -51,18 +52,23 @@ class Kernels:
         zeros: Any,
         group: int,
         bias: Any,
+        residual: Any,
         partial: Any,
         tile: int,
         splits: int,
         ctas: int,
-    ) -> None:
+    ) -> bool:
         assert x.ndim == out.ndim == 2
         if x.data_ptr() % 16 or (x.shape[0] > 1 and x.stride(0) % 8):
             raise UnsupportedError("rows of x that are not aligned to 16 bytes")
+        if residual is not None and not self.adds_residuals:
+            return False
         self.calls.append(("linear", (codes, scales, zeros, group, bias, tile, partial)))
         self.options.append((tile, splits, ctas))
         weight = reference.w4_dequant(codes, scales, zeros, group, x.dtype)
-        out.copy_(F.linear(x.double(), weight.double(), None if bias is None else bias.double()))
+        product = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        out.copy_(product if residual is None else product + residual.double())
+        return True
 
     @property
     def names(self) -> list[str]:
@@ -80,7 +86,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
         product = (a.double() @ b.double()).to(out_dtype or a.dtype)
         return product if out is None else out.copy_(product)
 
+    def addmm(added: Tensor, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+        made.calls.append(("addmm", ()))
+        return out.copy_(a.double() @ b.double() + added.double())
+
     monkeypatch.setattr(torch, "mm", mm)  # on a CPU it has no out_dtype
+    monkeypatch.setattr(torch, "addmm", addmm)
     return made
 
 
@@ -93,9 +104,11 @@ def packed(zeros: bool = True, permuted: bool = False) -> W4Weight:
     return from_codes(codes, scales.bfloat16(), GROUP, points, order)
 
 
-def launch(x: Tensor, w: W4Weight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def launch(
+    x: Tensor, w: W4Weight, bias: Tensor | None = None, out: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
     parts = (w.codes, w.scales, w.zeros, w.permutation, w.group_size)
-    return module._w4a16_linear.kernel_op.launch(x, *parts, bias, out=out)
+    return module._w4a16_linear.kernel_op.launch(x, *parts, bias, residual, out=out)
 
 
 def activations(*sizes: int) -> Tensor:
@@ -146,6 +159,59 @@ def test_a_result_that_cannot_be_flattened_is_written_where_it_is(
     assert launch(x, w, bias, out) is out
     assert torch.equal(out, expected(x, w, bias))
     assert bool(buffer[..., :3].isnan().all() and buffer[..., 3 + N :].isnan().all())
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("permuted", [True, False])
+@pytest.mark.parametrize("leading", [(5,), (), (2, 3), (MOST + 1,), (2, MOST)])
+def test_every_path_adds_a_residual_of_any_layout(
+    kernels: Kernels, leading: tuple[int, ...], permuted: bool, with_bias: bool
+) -> None:
+    w, x, bias = packed(permuted=permuted), activations(*leading, K), activations(N) if with_bias else None
+    values = activations(*leading, N)
+    product = F.linear(x.double(), w.dequantize().double(), None if bias is None else bias.double())
+    want = (product + values.double()).bfloat16()  # exact but for this rounding
+    wide = torch.full((*leading, N + 8), float("nan")).bfloat16()
+    wide[..., 3 : 3 + N] = values
+    swapped = values.transpose(0, -2).contiguous().transpose(0, -2) if len(leading) > 1 else values.clone()
+    for residual in (values, wide[..., 3 : 3 + N], swapped):
+        before = residual.clone()
+        assert torch.equal(launch(x, w, bias, residual=residual), want)
+        assert torch.equal(residual, before)
+        assert launch(x, w, bias, residual, residual) is residual
+        assert torch.equal(residual, want)
+        residual.copy_(before)
+        alias = residual.view(residual.shape)  # the same memory by another object
+        launch(x, w, bias, residual, alias)
+        assert torch.equal(residual, want)
+    by_vendor = ["dequant", "mm" if with_bias else "addmm"]
+    assert kernels.names == (["linear"] if x.numel() <= MOST * K else by_vendor) * 9
+
+
+@pytest.mark.parametrize("permuted", [True, False])
+@pytest.mark.parametrize("leading", [(5,), (2, 3)])
+def test_a_residual_that_no_kernel_adds_is_added_to_the_product(
+    kernels: Kernels, leading: tuple[int, ...], permuted: bool
+) -> None:
+    kernels.adds_residuals = False
+    w, x, residual = packed(permuted=permuted), activations(*leading, K), activations(*leading, N)
+    want = expected(x, w, None) + residual
+    assert torch.equal(launch(x, w, residual=residual), want)
+    assert launch(x, w, None, residual, residual) is residual
+    assert torch.equal(residual, want)
+    assert kernels.names == ["linear", "linear"]
+
+
+def test_a_residual_that_two_dimensions_hide_is_refused_before_a_launch(kernels: Kernels) -> None:
+    x, w, memory = activations(2, 3, K), packed(), torch.zeros(8 * N).bfloat16()
+    for shape in ((1, 6, N), (6, N), (3, 2, N), (2, 3, N // 2, 2)):
+        with pytest.raises(ValueError, match=r"w4a16_linear: argument 'residual': expected shape \(2, 3, 24\)"):
+            launch(x, w, residual=torch.zeros(shape).bfloat16())
+    with pytest.raises(ValueError, match=r"w4a16_linear: argument 'residual': expected shape \(5, 24\)"):
+        launch(activations(5, K), packed(permuted=True), residual=torch.zeros(N, 5).bfloat16())
+    with pytest.raises(ValueError, match="w4a16_linear: argument 'out': .* shares no memory with 'residual'"):
+        launch(x.transpose(0, 1), w, None, memory[N : 7 * N].view(3, 2, N), memory[: 6 * N].view(3, 2, N))
+    assert kernels.calls == []
 
 
 def wgmma_from_33(monkeypatch: pytest.MonkeyPatch, scratch: int = 0) -> None:

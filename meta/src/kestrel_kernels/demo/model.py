@@ -90,8 +90,6 @@ def linear(x: Tensor, layer: Linear) -> Tensor:
 
 
 def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> Tensor:
-    if isinstance(layer.weight, W4Weight):
-        return residual + linear(x, layer)
     return fused_linear_residual(x, layer.weight, layer.bias, residual)
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from kestrel_quant import W4Weight
+from kestrel_quant.reference import w4a16_linear as reference_of_w4
+from kestrel_quant.w4a16 import W4Parts, check_w4_linear, launch_w4a16_linear
 from kestrel_runtime import Binary, UnsupportedError, check, empty, kernel_op
 
 from . import reference
@@ -71,15 +74,9 @@ def _check_fused_linear_residual(
     check_out(op, out, (*x.shape[:-1], width), x)
 
 
-@kernel_op(
-    reference=reference.fused_linear_residual,
-    check=_check_fused_linear_residual,
-    kernel="cuda",
-    out_may_be=("residual",),
-)
 def fused_linear_residual(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | W4Weight,
     bias: torch.Tensor | None,
     residual: torch.Tensor,
     *,
@@ -87,10 +84,14 @@ def fused_linear_residual(
 ) -> torch.Tensor:
     """A linear layer added to a residual: ``x @ weight.T + bias + residual``.
 
-    x: [..., K] bf16, fp16 or float32. weight: [N, K], bias: [N] or None, residual: [..., N], all in x's dtype.
+    x: [..., K] bf16, fp16 or float32. weight: [N, K], bias: [N] or None, residual: [..., N], all in x's dtype; or a
+    4-bit weight for x's dtype, of :func:`kestrel_quant.pack_w4`.
     *Constant*: weight, bias. Accumulated in float32, rounded once; of the vendor's GEMM see below.
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may be ``residual`` but not ``x``.
+    With a 4-bit weight this is :func:`kestrel_quant.w4a16_linear` with a residual: what its kernels cover, where a
+    product is rounded before the sum and which ranges of T keep the bits of a row is said there. What follows is about
+    other weights.
     Kernels cover aligned rows: one token, 2 to 4 tokens with N up to 4096 and N*K up to 2^24, and more in 16 bits on an
     H100 or H200 where they are faster than the vendor's GEMM. There, where it is faster still, its own epilogue adds
     bias and residual. Other cases run the vendor's GEMM, rounded to x's dtype, and then torch.add, with torch's
@@ -103,6 +104,27 @@ def fused_linear_residual(
     >>> fused_linear_residual(torch.tensor([[1.0, 2.0]]), 3 * torch.eye(2), None, torch.ones(1, 2)).tolist()
     [[4.0, 7.0]]
     """
+    if isinstance(weight, W4Weight):
+        parts = (weight.codes, weight.scales, weight.zeros, weight.permutation, weight.group_size)
+        return _w4_linear_residual(x, *parts, bias, residual, out=out)
+    return _fused_linear_residual(x, weight, bias, residual, out=out)
+
+
+@kernel_op(
+    reference=reference.fused_linear_residual,
+    check=_check_fused_linear_residual,
+    kernel="cuda",
+    out_may_be=("residual",),
+)
+def _fused_linear_residual(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """fused_linear_residual with a weight in x's dtype."""
 
     def check_all() -> None:
         _check_fused_linear_residual(x, weight, bias, residual, out)
@@ -115,6 +137,51 @@ def fused_linear_residual(
     if not launched:
         by_vendor(rows, weight, bias, more, out=into)
     return written(into, result)
+
+
+fused_linear_residual.kernel_op = _fused_linear_residual.kernel_op  # type: ignore[attr-defined]
+
+
+def _check_w4_linear_residual(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    permutation: torch.Tensor | None,
+    group_size: int,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    out: torch.Tensor | None = None,
+) -> None:
+    op = "fused_linear_residual"
+    check.tensor(op, "residual", residual)
+    w = W4Parts(codes, scales, zeros, permutation, group_size)
+    check_w4_linear(op, "weight", x, w, bias, residual, out)
+
+
+@kernel_op(
+    reference=reference_of_w4,
+    check=_check_w4_linear_residual,
+    kernel="cuda",
+    out_may_be=("residual",),
+    public="fused_linear_residual",
+)
+def _w4_linear_residual(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    permutation: torch.Tensor | None,
+    group_size: int,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """fused_linear_residual on the parts of a W4Weight."""
+    if residual is None:
+        raise TypeError("residual")  # the op's check, which follows a failed launch, raises the full message
+    return launch_w4a16_linear(x, codes, scales, zeros, permutation, group_size, bias, residual, out=out)
 
 
 def _check_gemv(

@@ -56,27 +56,30 @@ class W4Parts(NamedTuple):
     group_size: int
 
 
-def check_x_and_weight(op: str, x: torch.Tensor, w: W4Parts) -> tuple[int, int]:
-    """x is [..., K] floats and the parts of the 4-bit weight [N, K] fit it, but for their device; returns N and K."""
+def check_x_and_weight(op: str, x: torch.Tensor, w: W4Parts, name: str = "w") -> tuple[int, int]:
+    """x is [..., K] floats and the parts of the 4-bit weight [N, K] fit it, but for their device; returns N and K.
+
+    name: that of the weight in messages.
+    """
     check.tensor(op, "x", x, dtype=check.FLOATS, last_contiguous=True)
-    check.tensor(op, "w", w.scales, dtype=check.FLOATS, ndim=2)
-    check.number(op, "w.group_size", w.group_size, integer=True, minimum=2)
+    check.tensor(op, name, w.scales, dtype=check.FLOATS, ndim=2)
+    check.number(op, f"{name}.group_size", w.group_size, integer=True, minimum=2)
     rows, columns = w.scales.shape[1], w.scales.shape[0] * w.group_size
     if x.ndim == 0 or x.shape[-1] != columns:
         check.fail(op, "x", f"a last dimension of {columns}, as the weight has", f"shape {tuple(x.shape)}")
-    check.same(op, "dtype", w=w.scales, x=x)
-    check.tensor(op, "w", w.codes, dtype=torch.int32)
-    check.shape(op, "w", w.codes, (-(-rows // ROWS), -(-columns // COLUMNS), 32, 4))
+    check.same(op, "dtype", **{name: w.scales}, x=x)
+    check.tensor(op, name, w.codes, dtype=torch.int32)
+    check.shape(op, name, w.codes, (-(-rows // ROWS), -(-columns // COLUMNS), 32, 4))
     if w.zeros is not None:
-        check.tensor(op, "w", w.zeros, dtype=torch.int16)
-        check.shape(op, "w", w.zeros, w.scales.shape)
+        check.tensor(op, name, w.zeros, dtype=torch.int16)
+        check.shape(op, name, w.zeros, w.scales.shape)
     if w.permutation is not None:
-        check.tensor(op, "w", w.permutation, dtype=torch.int64)
-        check.shape(op, "w", w.permutation, (columns,))
+        check.tensor(op, name, w.permutation, dtype=torch.int64)
+        check.shape(op, name, w.permutation, (columns,))
     return rows, columns
 
 
-def check_weight_device(op: str, x: torch.Tensor, w: W4Parts) -> None:
+def check_weight_device(op: str, x: torch.Tensor, w: W4Parts, name: str = "w") -> None:
     """The parts of a 4-bit weight are where x is."""
     for part in (w.codes, w.scales, w.zeros, w.permutation):
-        check.same(op, "device", x=x, w=part)
+        check.same(op, "device", x=x, **{name: part})

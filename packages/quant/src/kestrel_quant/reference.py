@@ -92,11 +92,13 @@ def w4a16_linear(
     permutation: torch.Tensor | None,
     group_size: int,
     bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T + bias with weight = (code - zero) * scale, exact in float32; x's columns are permuted first."""
+    """x @ weight.T + bias + residual, weight = (code - zero) * scale, exact in float32; x's columns are permuted."""
     weight = w4_dequant(codes, scales, zeros, group_size, torch.float32)
     columns = x if permutation is None else x[..., permutation]
-    return F.linear(columns.float(), weight, None if bias is None else bias.float()).to(x.dtype)
+    product = F.linear(columns.float(), weight, None if bias is None else bias.float())
+    return (product if residual is None else product + residual.float()).to(x.dtype)
 
 
 def w4a16_token(

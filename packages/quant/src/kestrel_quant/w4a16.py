@@ -158,23 +158,31 @@ def check_group(op: str, columns: int, group_size: int) -> None:
 
 
 def w4a16_linear(
-    x: torch.Tensor, w: W4Weight, bias: torch.Tensor | None = None, *, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    w: W4Weight,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A linear layer with a 4-bit weight: ``x @ weight.T + bias``.
+    """A linear layer with a 4-bit weight: ``x @ weight.T + bias + residual``.
 
     x: [..., K] of the dtype the weight was packed for (bf16, fp16 or float32), any number of rows T. w: from
-    :func:`pack_w4` or a checkpoint. bias: [N] in x's dtype or None. *Constant*: w, bias.
+    :func:`pack_w4` or a checkpoint. bias: [N] in x's dtype or None. residual: [..., N] in x's dtype or None.
+    *Constant*: w, bias.
     The weight is (code - zero) * scale, exact; accumulated in float32, rounded once. Beyond 16 rows, kernels for
     symmetric bf16 weights sum products that are scaled by 2^-40: results below 2^-86 may lose bits.
 
-    Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may not overlap ``x``.
+    Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may be ``residual`` and may not overlap ``x``.
     The kernels take bf16 and fp16, N and K that are multiples of 8, rows of x that are aligned to 16 bytes, and groups
     of 32, 64, multiples of 128 or whole rows. A row is the same bit for bit within a range of T; "Ranges of rows" in
     the README lists ranges, kernels, and which of them round each weight to x's dtype first. Other weights are computed
-    by reference. Many rows, and rows that are not aligned, take the vendor's GEMM: the weight is first written in x's
-    dtype, into N * K * 2 bytes of scratch memory, and without a bias torch's switch for reductions in 16 bits lets it
-    round partial sums to x's dtype. There and by reference a row may differ by rounding from one T to another; for a
-    fixed T it does not depend on the other rows. A weight that is rounded to fp16 is inf beyond 65504.
+    by reference. On an H100 or H200 kernels add the residual of up to 64 rows, for groups of multiples of 128 and whole
+    rows; otherwise the product may be rounded to x's dtype before the sum.
+    Many rows, and rows that are not aligned, take the vendor's GEMM: the weight is first written in x's dtype, into
+    N * K * 2 bytes of scratch memory, and without a bias torch's switch for reductions in 16 bits lets it round partial
+    sums to x's dtype. There and by reference a row may differ by rounding from one T to another; for a fixed T it does
+    not depend on the other rows. A weight that is rounded to fp16 is inf beyond 65504.
 
     Raises ValueError or TypeError for a wrong dtype, shape or device. Semantics: Marlin, Frantar et al. 2024.
 
@@ -184,7 +192,31 @@ def w4a16_linear(
     """
     if not isinstance(w, W4Weight):
         check.fail("w4a16_linear", "w", "a W4Weight (see pack_w4)", type(w).__name__, TypeError)
-    return _w4a16_linear(x, w.codes, w.scales, w.zeros, w.permutation, w.group_size, bias, out=out)
+    return _w4a16_linear(x, w.codes, w.scales, w.zeros, w.permutation, w.group_size, bias, residual, out=out)
+
+
+def check_w4_linear(
+    op: str,
+    weight_name: str,
+    x: torch.Tensor,
+    w: W4Parts,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> None:
+    """The arguments of a linear layer with a 4-bit weight fit each other. op, weight_name: for messages."""
+    rows, _ = check_x_and_weight(op, x, w, weight_name)
+    if bias is not None:
+        check.tensor(op, "bias", bias, dtype=x.dtype, last_contiguous=True)
+        check.shape(op, "bias", bias, (rows,))
+    for name, tensor in (("residual", residual), ("out", out)):
+        if tensor is not None:
+            check.tensor(op, name, tensor, dtype=x.dtype, last_contiguous=True)
+            check.shape(op, name, tensor, (*x.shape[:-1], rows))
+    if out is not None:
+        check.disjoint(op, "out", out)
+    check_weight_device(op, x, w, weight_name)
+    check.same(op, "device", x=x, bias=bias, residual=residual, out=out)
 
 
 def _check_w4a16_linear(
@@ -195,24 +227,19 @@ def _check_w4a16_linear(
     permutation: torch.Tensor | None,
     group_size: int,
     bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> None:
-    op, w = "w4a16_linear", W4Parts(codes, scales, zeros, permutation, group_size)
-    rows, _ = check_x_and_weight(op, x, w)
-    if bias is not None:
-        check.tensor(op, "bias", bias, dtype=x.dtype, last_contiguous=True)
-        check.shape(op, "bias", bias, (rows,))
-    check_weight_device(op, x, w)
-    check.same(op, "device", x=x, bias=bias)
-    if out is not None:
-        check.tensor(op, "out", out, dtype=x.dtype, last_contiguous=True)
-        check.shape(op, "out", out, (*x.shape[:-1], rows))
-        check.disjoint(op, "out", out)
-        check.same(op, "device", x=x, out=out)
+    w = W4Parts(codes, scales, zeros, permutation, group_size)
+    check_w4_linear("w4a16_linear", "w", x, w, bias, residual, out)
 
 
 @kernel_op(
-    reference=reference.w4a16_linear, check=_check_w4a16_linear, kernel="cuda", out_may_be=(), public="w4a16_linear"
+    reference=reference.w4a16_linear,
+    check=_check_w4a16_linear,
+    kernel="cuda",
+    out_may_be=("residual",),
+    public="w4a16_linear",
 )
 def _w4a16_linear(
     x: torch.Tensor,
@@ -222,6 +249,7 @@ def _w4a16_linear(
     permutation: torch.Tensor | None,
     group_size: int,
     bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -229,20 +257,30 @@ def _w4a16_linear(
     rows, columns, lead = scales.shape[1], x.shape[-1], x.shape[:-1]
     tokens = lead.numel()
     result = into = empty(x, x.dtype, *lead, rows) if out is None else out
+    added = residual
     chosen = plan(tokens, rows, columns, _wgmma_sms(x.get_device()) if x.is_cuda else 0)
     by_kernel = chosen.kernel != "vendor"
     if x.ndim != 2 or not by_kernel or permutation is not None:
-        shows = _shows_as_matrices(x, result, rows) if permutation is None else out is None and _fits(permutation, x)
+        if permutation is None:
+            shows = _shows_as_matrices(x, result, residual, rows)
+        else:
+            shows = out is None and residual is None and _fits(permutation, x)
         if not (by_kernel and shows):
-            _check_arguments(x, W4Parts(codes, scales, zeros, permutation, group_size), bias, out)
+            _check_arguments(x, W4Parts(codes, scales, zeros, permutation, group_size), bias, residual, out)
         if permutation is not None:
             x = x.index_select(-1, permutation)
         x, into = x.reshape(tokens, columns), result.reshape(tokens, rows)
+        if residual is not None:
+            added = into if residual is result else residual.reshape(tokens, rows)
     if by_kernel:
         scratch = empty(x, torch.float32, chosen.scratch) if chosen.scratch and x.is_cuda else None
         of_plan = (scratch, chosen.tile, chosen.splits, chosen.ctas)
         try:
-            kernels.w4a16_linear(into, x, codes, scales, zeros, group_size, bias, *of_plan)
+            layer = (codes, scales, zeros, group_size, bias)
+            if not kernels.w4a16_linear(into, x, *layer, added, *of_plan):  # no kernel adds the residual
+                product = empty(x, x.dtype, tokens, rows)
+                kernels.w4a16_linear(product, x, *layer, None, *of_plan)
+                torch.add(product, added, out=into)
         except UnsupportedError:
             if x.data_ptr() % 16 == 0 and (tokens == 1 or x.stride(0) % 8 == 0):
                 raise  # of the weight, or a plan that the kernel does not take
@@ -251,17 +289,24 @@ def _w4a16_linear(
         weight = empty(x, x.dtype, rows, columns)
         kernels.w4_dequant(weight, codes, scales, zeros, group_size)
         if bias is None:
-            torch.mm(x, weight.T, out=into)
+            torch.mm(x, weight.T, out=into) if added is None else torch.addmm(added, x, weight.T, out=into)
         else:  # the vendor's epilogue may round before it adds the bias
-            torch.add(torch.mm(x, weight.T, out_dtype=torch.float32), bias, out=into)
+            product = torch.mm(x, weight.T, out_dtype=torch.float32)
+            torch.add(product if added is None else product.add_(added), bias, out=into)
     if into.data_ptr() != result.data_ptr():
         result.copy_(into.view(result.shape))
     return result
 
 
-def _shows_as_matrices(x: torch.Tensor, result: torch.Tensor, rows: int) -> bool:
-    """Whether [T, K] and [T, N] are views of x and the result, which show the entry point all that may be wrong."""
-    return x.is_contiguous() and result.is_contiguous() and result.shape == (*x.shape[:-1], rows)
+launch_w4a16_linear = _w4a16_linear.kernel_op.launch  # type: ignore[attr-defined]
+"""The launch alone, for an op of another family that has its own check and reference."""
+
+
+def _shows_as_matrices(x: torch.Tensor, result: torch.Tensor, residual: torch.Tensor | None, rows: int) -> bool:
+    """Whether [T, K] and [T, N] are views of x, result and residual, which show the entry point what may be wrong."""
+    shape = (*x.shape[:-1], rows)
+    shows = x.is_contiguous() and result.is_contiguous() and result.shape == shape
+    return shows and (residual is None or (residual.is_contiguous() and residual.shape == shape))
 
 
 def _fits(permutation: torch.Tensor, x: torch.Tensor) -> bool:
@@ -269,11 +314,19 @@ def _fits(permutation: torch.Tensor, x: torch.Tensor) -> bool:
     return permutation.dtype == torch.int64 and permutation.shape == x.shape[-1:] and x.stride(-1) == 1
 
 
-def _check_arguments(x: torch.Tensor, w: W4Parts, bias: torch.Tensor | None, out: torch.Tensor | None) -> None:
+def _check_arguments(
+    x: torch.Tensor,
+    w: W4Parts,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> None:
     """What the kernel's launch checks: the arguments fit each other, and ``out`` overlaps no input."""
-    _check_w4a16_linear(x, *w, bias, out)
+    check_w4_linear("w4a16_linear", "w", x, w, bias, residual, out)
     if out is None:
         return
+    if residual is not None:
+        check.no_overlap("w4a16_linear", "out", out, "residual", residual, may_be_same=True)
     for name, part in (("x", x), ("bias", bias), ("w", w.codes), ("w", w.scales), ("w", w.zeros)):
         if part is not None:
             check.no_overlap("w4a16_linear", "out", out, name, part)

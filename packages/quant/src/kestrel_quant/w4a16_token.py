@@ -46,7 +46,7 @@ def w4a16_token(
     The kernel takes one token, and weights of which :func:`w4a16_token_covers` is true; x and norm_weight must be
     aligned to 16 bytes. Other calls are computed by reference, which is slow: use w4a16_linear there. A row may differ
     by rounding from one number of tokens to another. For 16-bit weights: kestrel_norm.rms_norm_linear and
-    kestrel_moe.fused_linear_residual.
+    kestrel_moe.fused_linear_residual, which takes 4-bit ones, too.
 
     Raises ValueError or TypeError for a wrong dtype, shape, name or device. Semantics: torch.nn.functional.rms_norm,
     Marlin (Frantar et al. 2024), the gate of Llama's feed-forward.

@@ -18,6 +18,14 @@ __device__ __forceinline__ void load_matrices(uint32_t address, unsigned (&m)[4]
                : "memory");
 }
 
+// The same of the transposed matrices.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t address, unsigned (&m)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address)
+               : "memory");
+}
+
 // stmatrix (sm_90), the inverse of load_matrices. Empty before sm_90.
 __device__ __forceinline__ void store_matrices(uint32_t address, const unsigned (&m)[4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -27,7 +35,7 @@ __device__ __forceinline__ void store_matrices(uint32_t address, const unsigned 
 #endif
 }
 
-// The same of the transposed matrices.
+// The inverse of load_matrices_transposed.
 __device__ __forceinline__ void store_matrices_transposed(uint32_t address, const unsigned (&m)[4]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(m[0]),
