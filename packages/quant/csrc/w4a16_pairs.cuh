@@ -89,9 +89,10 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
   }
 #pragma unroll
   for (int i = 0; i < N / 4; ++i) sums[i] = rank == 0 ? acc[0][i] : acc[0][N / 4 + i];
-  const int first = first_token + rank * Half::tokens, count = min(Half::tokens, p.tokens - first);
-  const uint32_t buffer = ring + Half::sum_bytes;
-  if constexpr (RESIDUAL == Residual::added) start_residual<Results>(p, buffer, first_row, first, count);
+  if constexpr (RESIDUAL == Residual::added) {
+    const int first = first_token + rank * Half::tokens;
+    start_residual<Results>(p, ring + Half::sum_bytes, first_row, first, min(Half::tokens, p.tokens - first));
+  }
   ptx::mbarrier_wait_cluster(&received, 0);
 #pragma unroll
   for (int i = 0; i < Half::fragments; ++i) {
@@ -104,10 +105,12 @@ __global__ void __launch_bounds__(Tile::threads, Tile::occupancy)
 
   // -- results --
 
+  const int first = first_token + rank * Half::tokens;
+  const uint32_t buffer = ring + Half::sum_bytes;
   if constexpr (RESIDUAL == Residual::added) wait_for_residual<Results>();
   stage_results<T, Results, RESIDUAL>(p, sums, 0, Half::tokens, bias, buffer, row_of_warp, lane);
   ptx::named_barrier(1, Tile::consumers);
-  copy_results<Results>(p, buffer, first_row, first, count);
+  copy_results<Results>(p, buffer, first_row, first, min(Half::tokens, p.tokens - first));
 #endif
 }
 
