@@ -130,7 +130,7 @@ def test_slices_of_the_kernel_of_few_tokens_have_memory_or_are_a_cluster(sms: in
 )
 def test_the_number_of_a_tile_names_the_kernel_of_its_size(function: str, tiles: tuple[Tile, ...]) -> None:
     source = (CSRC / "w4a16_wgmma_launch.cuh").read_text(encoding="utf-8")
-    body = source[source.index(f"void {function}") :].partition("\n}\n")[0]
+    body = source[source.index(f"bool {function}") :].partition("\n}\n")[0]
     cases = re.findall(r"case (\d+):\s+return launch\(WgmmaTile<([\w, ]+)>\(\)\);", body)
     assert [int(number) for number, _ in cases] == list(range(len(tiles)))
     for (_, arguments), tile in zip(cases, tiles, strict=True):
