@@ -76,7 +76,8 @@ def test_a_residual_is_added_before_the_only_rounding(
         product = F.linear(x.double(), exact_weight(w), None if bias is None else bias.double())
         want = (product + residual.double()).to(dtype)
         twice = product.to(dtype) + residual
-        assert n < 100 or not torch.equal(want, twice), "a second rounding would not be seen"
+        if group < k:  # with one scale for a row a product may have as few bits as its result
+            assert not torch.equal(want, twice), "a second rounding would not be seen"
         if group < 128 or not adds_residuals(of):
             want = twice
         for t in tokens_of(of):
