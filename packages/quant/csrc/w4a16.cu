@@ -68,8 +68,8 @@ void launch_tile(const W4Params& p, DLDevice device, int most_splits = kMaxSplit
 }
 
 // Whether CTAs of half an SM are faster: one or two of them for each 64 rows fill the GPU once, or take fewer waves
-// than CTAs of an SM, and the next launch starts beside them. The limits are those measured on an H200: EXPERIMENTS.md,
-// "Few tokens: CTAs of half an SM".
+// than CTAs of an SM. The limits are those measured on an H200: EXPERIMENTS.md, "Few tokens: CTAs of half an SM"; with
+// at most as many CTAs as SMs they take more than half of one all the same (launch_slices()).
 bool half_fits(const W4Params& p, int sms, DLDevice device) {
   if (device_attribute(cudaDevAttrComputeCapabilityMajor, device.device_id) != 9) return false;
   const auto within = [&](int least, int most) { return p.outputs > least * sms && p.outputs <= most * sms; };

@@ -53,7 +53,7 @@ struct W4Params {
   int blocks = 0, steps = 0;  // of K: of kBlock and kStep elements
   int splits = 1, parts = 1;  // CTAs that share K, and slices of K of a CTA
   int cluster = 1;            // the same, where they are a cluster; else 1
-  int stages = 0;             // of the ring of w4a16_wgmma_kernel
+  int stages = 0;             // of the ring of a wgmma kernel
   bool packed_out = false;    // four elements of out, and of the residual, are 8 aligned bytes
 
   const char* residual = nullptr;  // [T, N]; it may be `out`

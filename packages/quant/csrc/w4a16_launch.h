@@ -9,9 +9,15 @@
 
 namespace kestrel::quant {
 
+// Shared memory that a CTA of a launch with PDL has to take: of up to as many CTAs as SMs, each more than half of
+// `most`, what one alone on its SM may have. Else a launch that finds some SMs free before others puts two CTAs on one
+// of those. 1 KB: what an SM has more than a CTA may have.
+inline int least_shared_bytes(int most, int ctas, DLDevice device) {
+  return ctas <= device_attribute(cudaDevAttrMultiProcessorCount, device.device_id) ? most / 2 + 1024 : 0;
+}
+
 // p.splits: as many as there can be. Their sums are added up over a cluster or, with p.partial, by a second kernel.
-// most_shared: what a CTA alone on its SM may have. On Hopper up to as many CTAs as SMs take more than half of it: a
-// launch that finds some SMs free before others would put two on one of those.
+// most_shared: what a CTA alone on its SM may have.
 template <typename T, Residual RESIDUAL, typename Params>
 void launch_slices(void (*kernel)(Params), Params p, int row_tiles, int token_tiles, int threads, int shared_bytes,
                    int most_shared, DLDevice device) {
@@ -29,8 +35,9 @@ void launch_slices(void (*kernel)(Params), Params p, int row_tiles, int token_ti
   if (p.partial && p.partial_floats < int64_t{p.splits} * p.tokens * p.outputs) {
     unsupported("too little scratch memory");
   }
-  if (hopper && row_tiles * token_tiles * p.splits <= sms)
-    shared_bytes = std::max(shared_bytes, most_shared / 2 + 1024);
+  if (hopper) {
+    shared_bytes = std::max(shared_bytes, least_shared_bytes(most_shared, row_tiles * token_tiles * p.splits, device));
+  }
   launch_pdl(kernel, dim3(row_tiles * p.splits, token_tiles), dim3(threads), device, p, shared_bytes, p.cluster);
   if (!p.partial) return;
   const int64_t packs = int64_t{p.tokens} * (p.outputs / 4);
@@ -41,7 +48,7 @@ void launch_slices(void (*kernel)(Params), Params p, int row_tiles, int token_ti
 namespace w4_mma {
 
 // Rows of a CTA so that every SM has a CTA, or nearly so. Arguments: tiles of 8 tokens, of 16 rows per warp, warps of a
-// slice of K, stages, the most slices of K. Up to 16 tokens two stages leave shared memory to the next launch.
+// slice of K, stages, the most slices of K. Up to 16 tokens two stages are faster than more.
 using Tile8Rows32 = W4Tile<1, 1, 2, 2, 8>;
 using Tile8Half = W4Tile<1, 2, 2, 3, 4>;  // 64 rows, two CTAs on an SM
 using Tile8Rows64 = W4Tile<1, 2, 2, 2, 8>;

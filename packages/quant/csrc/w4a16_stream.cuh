@@ -33,6 +33,7 @@ struct StreamTile {
   static constexpr int slot_bytes = fragments * fragment_bytes;
   static_assert(ResultTile<Tile, out_tokens>::bytes <= Tile::bytes && out_tokens * out_chunks >= tokens);
   static_assert(sum_fragments * fragment_bytes <= Tile::bytes && Tile::m_blocks == 1);
+  static_assert((sum_chunks - 1) * sum_fragments < fragments, "as many chunks are loaded as are added");
 };
 
 // What a CTA does: steps begin to end of those of all row tiles, for a token tile. Its row tiles are `count` ones from

@@ -1,10 +1,8 @@
-// x [T, K] times a weight [N, K] of 4-bit codes, transposed, on Hopper: for more tokens than w4a16.cuh is for.
+// x [T, K] times a weight [N, K] of 4-bit codes, transposed, on Hopper: for many tokens, or many rows.
 //
-// A CTA has ROWS of the weight, operand A of wgmma, decoded in registers; TOKENS of x, operand B; and a slice of K. The
-// packed layout is A's fragments: 16 bytes of a lane are those of four products. One thread loads codes and scales, one
-// x (TMA): weights need not wait for the launch before, and x not for weights. Each consumer warpgroup has 64 rows and
-// decodes while products of its last fragments run. Each weight is scaled and rounded once. Slices of K are added in
-// order: those of a cluster through DSMEM, others by w4a16_wgmma_sum_kernel.
+// A CTA has ROWS of the weight, TOKENS of x and a slice of K (w4a16_wgmma_tile.cuh). One thread loads codes and scales,
+// one x (TMA): weights need not wait for the launch before, and x not for weights. Slices of K are added in order:
+// those of a cluster through DSMEM, others by w4a16_wgmma_sum_kernel.
 #pragma once
 
 #include "w4a16_wgmma_tile.cuh"
@@ -48,12 +46,8 @@ __device__ __forceinline__ void store_fragment(const WgmmaParams& p, int token, 
                                                int lane) {
   const int group = lane / 4, quad = lane % 4;
   sum = scaled(sum, p.scale_of_sums);
-  if (p.bias) {
-    const T* const bias = reinterpret_cast<const T*>(p.bias) + row + group;
-    const float low = row < p.outputs ? static_cast<float>(bias[0]) : 0.f;
-    const float high = row + 8 < p.outputs ? static_cast<float>(bias[8]) : 0.f;
-    sum = make_float4(sum.x + low, sum.y + low, sum.z + high, sum.w + high);
-  }
+  const float2 bias = load_bias<T>(p, row, lane);
+  sum = make_float4(sum.x + bias.x, sum.y + bias.x, sum.z + bias.y, sum.w + bias.y);
   if constexpr (RESIDUAL == Residual::added) {
     const float2 low = ptx::unpack_pair<T>(transposed(residual.x)), high = ptx::unpack_pair<T>(transposed(residual.y));
     sum = make_float4(sum.x + low.x, sum.y + low.y, sum.z + high.x, sum.w + high.y);

@@ -38,19 +38,19 @@ void set_maps(WgmmaParams* p) {
   p->zero_map = p->zeros ? rows_map(p->zeros) : p->scale_map;
 }
 
-// The shared memory that a CTA of Tile takes. Of up to as many CTAs as SMs, each takes more than half of an SM: a
-// launch that finds some SMs free before others would put two on one of those.
+// The shared memory that a CTA of Tile takes.
 struct SharedBytes {
   int least, most;
 };
 
-// of_one: what a CTA alone on its SM may have. An SM has 1 KB more than that, and reserves as much for each CTA. 512:
-// half of a CTA's static shared memory, which is below 1 KB; of_one leaves out the other half.
+// of_one: what a CTA alone on its SM may have, beside its static shared memory. Two CTAs fit an SM if twice their
+// dynamic and static shared memory and 1 KB are at most of_one, static and 1 KB. 512: half of static, which is below 1
+// KB.
 template <typename Tile>
 SharedBytes shared_bytes(int of_one, int ctas, DLDevice device) {
   if (Tile::occupancy == 1) return {0, of_one};
-  if (ctas <= device_attribute(cudaDevAttrMultiProcessorCount, device.device_id)) return {of_one / 2 + 1024, of_one};
-  return {0, (of_one + 1024) / 2 - 1024 - 512};
+  const int least = least_shared_bytes(of_one, ctas, device);
+  return {least, least > 0 ? of_one : (of_one + 1024) / 2 - 1024 - 512};
 }
 
 // p.splits: slices of K. They are a cluster, unless p.partial has memory for their sums.
@@ -96,6 +96,7 @@ void launch_pairs(const W4Params& params, DLDevice device) {
   p.steps = (p.width + Tile::step - 1) / Tile::step;
   if (p.steps < 2) unsupported("pairs of CTAs for a single step of K");
   p.stages = std::min((shared.most - Tile::alignment) / Tile::bytes, Tile::max_stages);
+  if (p.stages < 2) unsupported("a ring of a single stage");
   p.aligned_out = p.out_aligned_to(16);
   set_maps<Tile>(&p);
   launch_pdl(kernel, dim3(2 * row_tiles, tiles), dim3(Tile::threads), device, p,
@@ -106,7 +107,7 @@ void launch_pairs(const W4Params& params, DLDevice device) {
 template <typename T, Zeros ZEROS, typename Tile>
 void launch_stream(const W4Params& params, int ctas, DLDevice device) {
   using Stream = StreamTile<Tile>;
-  if (params.splits != 1) unsupported("more than two slices of K with persistent CTAs");
+  if (params.splits != 1) unsupported("slices of K with persistent CTAs");
   StreamParams p;
   static_cast<W4Params&>(p) = params;
   p.scale_of_sums = WeightsOf<T, ZEROS, Tile>::scale_of_sums;

@@ -125,6 +125,7 @@ __device__ __forceinline__ void prefetch_maps(const WgmmaParams& p) {
   if (threadIdx.x == Tile::consumers) {
     ptx::prefetch_tensor_map(p.code_map);
     ptx::prefetch_tensor_map(p.scale_map);
+    if (p.zeros) ptx::prefetch_tensor_map(p.zero_map);
   } else if (threadIdx.x == Tile::consumers + 32) {
     ptx::prefetch_tensor_map(p.x_map);
     ptx::prefetch_tensor_map(p.x_last_map);

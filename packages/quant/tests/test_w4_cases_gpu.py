@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from w4_cases import exact_weight, random, weight
 
 from kestrel_quant import W4Weight, w4a16_linear, w4a16_token
+from kestrel_quant._w4_plan import plan
 from kestrel_runtime import backend
 from kestrel_runtime.testing import (
     ROW_KINDS,
@@ -32,15 +33,18 @@ VALUES = pytest.mark.parametrize("value", ROW_KINDS)
 
 
 def assert_within(got: torch.Tensor, x: torch.Tensor, w: W4Weight, bias: torch.Tensor | None = None) -> None:
-    """Beyond 16 rows each weight rounded to x's dtype; float32 sums, one rounding of the result.
+    """Each weight rounded to x's dtype, but by w4a16_kernel; float32 sums, one rounding of the result.
 
-    Beyond 16 rows, sums of products with a symmetric bf16 weight may be kept at 2^-40 of their size: what is below
+    Where weights are rounded, sums of products with a symmetric bf16 weight may be kept at 2^-40 of their size: what is below
     2^-86 loses bits.
     """
     dense, eps = exact_weight(w), torch.finfo(got.dtype).eps
     exact = F.linear(x.double(), dense, None if bias is None else bias.double())
     magnitude = F.linear(x.double().abs(), dense.abs(), None if bias is None else bias.double().abs())
-    rounds = len(x) > 16  # weights
+    sms = (
+        torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.get_device_capability() == (9, 0) else 0
+    )
+    rounds = plan(len(x), *w.shape, sms).kernel != "mma"  # weights
     scaled = rounds and w.zeros is None and got.dtype == torch.bfloat16  # sums, by 2^-40
     least = 2.0**-86 if scaled else torch.finfo(got.dtype).smallest_normal * eps
     fits = exact.abs() < 0.99 * torch.finfo(got.dtype).max

@@ -272,6 +272,19 @@ def test_up_to_16_tokens_a_row_of_a_large_weight_is_the_same_in_its_range(
             assert_same_bits(w4a16_linear(rows[most - t :], w), want[-t:], f"the last {t} tokens")
 
 
+@pytest.mark.parametrize("shape", [(2048, 2048), (2560, 2560), (4096, 4096), (6144, 4096), (14336, 1024)])
+@pytest.mark.parametrize(("first", "most"), [(17, 32), (33, 64), (65, 96), (97, 128), (289, 320), (385, 416)])
+def test_within_a_range_a_row_of_the_planned_kernel_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, first: int, most: int, shape: tuple[int, int]
+) -> None:
+    run_as_planned(plan, monkeypatch)
+    w, x = weight(*shape, 128, torch.bfloat16), random(most, shape[1])
+    want = w4a16_linear(x, w)
+    for t in (first, first + 1, most - 1):
+        assert_same_bits(w4a16_linear(x[:t], w), want[:t], f"{t} tokens")
+        assert_same_bits(w4a16_linear(x[most - t :], w), want[-t:], f"the last {t} tokens")
+
+
 @pytest.mark.parametrize("tokens", [1, 16, 32, 64, 100, 130, 250, 300])
 def test_runs_repeat(forced: Plan, tokens: int) -> None:
     w, x = weight(4096, 4096, 128, torch.bfloat16), random(tokens, 4096)
@@ -370,12 +383,12 @@ def test_the_planned_kernel_is_as_close_as_torch(
 
 
 @pytest.mark.parametrize("splits", [3, 8])
-def test_persistent_ctas_refuse_more_than_two_slices(splits: int) -> None:
+def test_persistent_ctas_refuse_slices_of_k(splits: int) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("wgmma is of sm_90")
     w, x, scratch = weight(1024, 1024, 128, torch.bfloat16), random(64, 1024), torch.zeros(1 << 22, device="cuda")
     out = torch.full((64, 1024), torch.nan, dtype=torch.bfloat16, device="cuda")
-    with pytest.raises(UnsupportedError, match="more than two slices"):
+    with pytest.raises(UnsupportedError, match="slices of K with persistent CTAs"):
         kernels.w4a16_linear(out, x, w.codes, w.scales, w.zeros, 128, None, None, scratch, 0, splits, 32)
     assert bool(out.isnan().all())
 

@@ -170,8 +170,8 @@ def w4a16_linear(
     x: [..., K] of the dtype the weight was packed for (bf16, fp16 or float32), any number of rows T. w: from
     :func:`pack_w4` or a checkpoint. bias: [N] in x's dtype or None. residual: [..., N] in x's dtype or None.
     *Constant*: w, bias.
-    The weight is (code - zero) * scale, exact; accumulated in float32, rounded once. Beyond 16 rows, kernels for
-    symmetric bf16 weights sum products that are scaled by 2^-40: results below 2^-86 may lose bits.
+    The weight is (code - zero) * scale, exact; accumulated in float32, rounded once. Of symmetric bf16 weights, kernels
+    that round each weight first sum products scaled by 2^-40: results below 2^-86 may lose bits.
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may be ``residual`` and may not overlap ``x``.
     The kernels take bf16 and fp16, N and K that are multiples of 8, rows of x that are aligned to 16 bytes, and groups
