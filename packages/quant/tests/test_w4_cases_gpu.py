@@ -35,8 +35,8 @@ VALUES = pytest.mark.parametrize("value", ROW_KINDS)
 def assert_within(got: torch.Tensor, x: torch.Tensor, w: W4Weight, bias: torch.Tensor | None = None) -> None:
     """Each weight rounded to x's dtype, but by w4a16_kernel; float32 sums, one rounding of the result.
 
-    Where weights are rounded, sums of products with a symmetric bf16 weight may be kept at 2^-40 of their size: what is below
-    2^-86 loses bits.
+    Where weights are rounded, sums of products with a symmetric bf16 weight may be kept at 2^-40 of their size: what is
+    below 2^-86 loses bits.
     """
     dense, eps = exact_weight(w), torch.finfo(got.dtype).eps
     exact = F.linear(x.double(), dense, None if bias is None else bias.double())
