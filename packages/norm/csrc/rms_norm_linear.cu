@@ -174,11 +174,14 @@ bool product_of_norm(TensorView out, TensorView normed, TensorView weight) {
   operands.tokens = static_cast<int>(rows);
   operands.outputs = static_cast<int>(outputs);
   operands.width = static_cast<int>(width);
+  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
+  const int splits = rows > 16 ? stream_splits_behind(operands.outputs, operands.width, sms)
+                               : stream_splits(operands.outputs, operands.width);
   const DeviceGuard guard(device.device_id);
   const auto launch = [&](auto t) {
     using T = decltype(t);
     const Rounded<T> epilogue{const_cast<char*>(address(out)), out.stride(0) * 2};
-    launch_stream_linear<T>(operands, epilogue, stream_splits(operands.outputs, operands.width), device);
+    launch_stream_linear<T>(operands, epilogue, splits, device);
   };
   if (same_dtype(normed.dtype(), kBFloat16)) {
     launch(__nv_bfloat16());

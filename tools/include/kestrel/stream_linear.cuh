@@ -1,9 +1,9 @@
 // A linear layer of up to 64 tokens on Hopper that streams its weight: epilogue(x W').
 //
-// A tile is 128 outputs by TOKENS tokens; the CTAs of a cluster each sum a part of K. Two CTAs share an SM, so that one
-// loads while the other starts or ends. One producer thread loads 64 columns of K per stage (TMA), the first stages of
-// the weight before the PDL wait. Two consumer warpgroups multiply 64 weight rows each (wgmma, weights as operand A).
-// Each CTA of the cluster owns some groups of eight outputs: it receives their sums from all CTAs through DSMEM and
+// A tile is 128 outputs by TOKENS tokens; the CTAs of a cluster each sum a part of K. Two CTAs can share an SM, so that
+// one loads while the other starts or ends. One producer thread loads 64 columns of K per stage (TMA), the first stages
+// of the weight before the PDL wait. Two consumer warpgroups multiply 64 weight rows each (wgmma, weights as operand
+// A). Each CTA of the cluster owns some groups of eight outputs: it receives their sums from all CTAs through DSMEM and
 // adds them up in the order of K.
 #pragma once
 
@@ -217,6 +217,22 @@ inline int stream_splits(int outputs, int width) {
   return 1;
 }
 
+// Whether clusters surely run at once with an SM for each CTA. A cluster lies in a GPC, which has 14 to 18 SMs: sizes
+// that are no powers of two leave more of them over.
+inline bool stream_has_sms(int64_t clusters, int splits, int sms) {
+  const bool power_of_two = (splits & (splits - 1)) == 0;
+  return splits > 1 && clusters * splits <= (power_of_two ? sms * 7 / 8 : sms * 3 / 4);
+}
+
+// The splits of 17 to 32 tokens behind a short kernel: CTAs with an SM each, if they fill 5/8 of the SMs.
+inline int stream_splits_behind(int outputs, int width, int sms) {
+  const int tiles = (outputs + 127) / 128, steps = (width + 63) / 64;
+  for (int splits : {8, 6, 4, 3, 2}) {
+    if (stream_has_sms(tiles, splits, sms) && 2 * splits <= steps && tiles * splits >= sms * 5 / 8) return splits;
+  }
+  return stream_splits(outputs, width);
+}
+
 template <typename T, int TOKENS, typename Epilogue>
 void launch_stream_tile(const StreamOperands& of, const Epilogue& epilogue, int splits, DLDevice device) {
   using Tile = StreamTile<TOKENS>;
@@ -239,9 +255,14 @@ void launch_stream_tile(const StreamOperands& of, const Epilogue& epilogue, int 
   p.splits = splits;
   const int64_t tiles = int64_t{p.token_tiles} * ((of.outputs + Tile::outputs - 1) / Tile::outputs);
   if (tiles > (int64_t{1} << 27)) unsupported("more than 2^27 tiles");
-  raise_shared_limit<kernel, Tile::shared_bytes>(device);
-  launch_pdl(kernel, dim3(static_cast<unsigned>(tiles * splits)), dim3(Tile::threads), device, p, Tile::shared_bytes,
-             splits);
+  const int most = raise_shared_limit<kernel>(device);
+  int bytes = Tile::shared_bytes;
+  // CTAs for which there are SMs enough take more than half of one each: a launch that finds some SMs free before
+  // others would put two on one of those. Calls that are too short for that to cost time start beside the next launch.
+  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device.device_id);
+  const bool shared = TOKENS == 64 || (TOKENS == 16 && p.steps < splits * Tile::stages);
+  if (!shared && stream_has_sms(tiles, splits, sms)) bytes = std::max(bytes, most / 2 + 1024);
+  launch_pdl(kernel, dim3(static_cast<unsigned>(tiles * splits)), dim3(Tile::threads), device, p, bytes, splits);
 }
 
 template <typename T, typename Epilogue>
