@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "w4a16_launch.h"
 #include "w4a16_pairs.cuh"
 #include "w4a16_stream.cuh"
 #include "w4a16_wgmma.cuh"
