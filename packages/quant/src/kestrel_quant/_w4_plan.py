@@ -42,45 +42,45 @@ class Tile(NamedTuple):
 
 
 TILES = (
-    Tile(16, 128, 2, 0.89, 0.83, 256),
-    Tile(32, 128, 2, 1.46, 1.48),
-    Tile(32, 256, 1, 1.77, 1.64, 256),
-    Tile(64, 128, 2, 2.26, 2.17),
-    Tile(64, 256, 1, 2.46, 2.36, 256),
-    Tile(96, 128, 1, 2.42, 2.42),
+    Tile(16, 128, 2, 0.88, 0.81, 256),
+    Tile(32, 128, 2, 1.44, 1.46),
+    Tile(32, 256, 1, 1.75, 1.65, 256),
+    Tile(64, 128, 2, 2.23, 2.02),
+    Tile(64, 256, 1, 2.43, 2.21, 256),
+    Tile(96, 128, 1, 2.19, 2.19),
 )
 """Those of ``w4a16_wgmma_kernel``, in the order of csrc/w4a16_wgmma_launch.cuh."""
 
 STREAM_TILES = (
     Tile(96, 192, 1, 2.68, 2.40),
     Tile(128, 128, 1, 2.98, 2.40),
-    Tile(128, 192, 1, 2.92, 2.55),
-    Tile(160, 128, 1, 3.04, 2.50),
-    Tile(160, 192, 1, 3.04, 2.60),
-    Tile(192, 128, 1, 2.92, 2.55),
-    Tile(192, 192, 1, 2.87, 2.66),
-    Tile(256, 128, 1, 2.84, 2.62),
+    Tile(128, 192, 1, 2.87, 2.55),
+    Tile(160, 128, 1, 3.01, 2.50),
+    Tile(160, 192, 1, 3.04, 2.65),
+    Tile(192, 128, 1, 2.91, 2.55),
+    Tile(192, 192, 1, 2.87, 2.64),
+    Tile(256, 128, 1, 2.83, 2.71),
     Tile(224, 128, 1, 2.86, 2.65),
 )
 """Those of ``w4a16_stream_kernel``, in the order there."""
 
 PAIR_TILES = (
-    Tile(16, 128, 2, 0.87, 0.75),
-    Tile(16, 128, 2, 1.02, 0.88, 256),
-    Tile(32, 128, 2, 1.56, 1.40),
-    Tile(32, 128, 2, 1.66, 1.47, 256),
-    Tile(64, 128, 2, 2.29, 2.26),
-    Tile(80, 128, 2, 2.65, 2.48),
-    Tile(96, 128, 2, 2.81, 2.70),
-    Tile(112, 128, 1, 2.91, 2.91),
-    Tile(128, 128, 1, 2.99, 2.72),
-    Tile(128, 192, 1, 2.94, 2.68),
-    Tile(160, 128, 1, 2.91, 2.45),
-    Tile(160, 192, 1, 2.95, 2.70),
-    Tile(192, 128, 1, 2.94, 2.70),
-    Tile(192, 192, 1, 2.92, 2.51),
-    Tile(224, 128, 1, 2.99, 2.51),
-    Tile(256, 128, 1, 2.90, 2.43),
+    Tile(16, 128, 2, 0.87, 0.73),
+    Tile(16, 128, 2, 1.01, 0.87, 256),
+    Tile(32, 128, 2, 1.54, 1.38),
+    Tile(32, 128, 2, 1.68, 1.44, 256),
+    Tile(64, 128, 2, 2.33, 2.21),
+    Tile(80, 128, 2, 2.61, 2.40),
+    Tile(96, 128, 2, 2.74, 2.45),
+    Tile(112, 128, 1, 2.87, 2.87),
+    Tile(128, 128, 1, 2.91, 2.78),
+    Tile(128, 192, 1, 2.89, 2.66),
+    Tile(160, 128, 1, 2.78, 2.34),
+    Tile(160, 192, 1, 2.81, 2.81),
+    Tile(192, 128, 1, 2.78, 2.34),
+    Tile(192, 192, 1, 2.86, 2.58),
+    Tile(224, 128, 1, 2.96, 2.49),
+    Tile(256, 128, 1, 2.98, 2.55),
 )
 """Those of ``w4a16_pair_kernel``, in the order there."""
 
@@ -89,14 +89,14 @@ MAX_STREAM_CTAS = 256
 
 # Fitted to results/h200_w4_pairs.json. Microseconds of a call; of one with slices of K that a second kernel adds up,
 # and bytes of their sums per microsecond; of one with slices that are a cluster:
-_TILE_US, _SLICE_US, _SUM_BYTES, _CLUSTER_US = 2.2, 2.8, 6.0e6, 2.9
+_TILE_US, _SLICE_US, _SUM_BYTES, _CLUSTER_US = 1.7, 2.7, 6.1e6, 2.9
 # of a pair, and of what it exchanges, for 2^15 sums:
-_PAIR_US, _PAIR_SUM_US = 1.4, 2.3
+_PAIR_US, _PAIR_SUM_US = 1.3, 1.9
 # of persistent CTAs; of the results of one tile more, for 2^15 sums; of tiles that CTAs share, and their sums,
 # likewise; and the time for which the clock stays high:
-_STREAM_US, _RESULT_US, _SHARED_US, _SHARED_SUM_US, _SHORT_US = 0.5, 3.0, 5.0, 5.0, 40.0
+_STREAM_US, _RESULT_US, _SHARED_US, _SHARED_SUM_US, _SHORT_US = 0.3, 3.0, 5.0, 5.0, 40.0
 # The vendor's GEMM: its start, operations per microsecond, and writing the weight in 16 bits before it, per element.
-_VENDOR_US, _VENDOR_FLOPS, _DEQUANT_US, _DEQUANT_ELEMENT = 5.5, 7.2e8, 0.5, 2.53 / 3.9e6
+_VENDOR_US, _VENDOR_FLOPS, _DEQUANT_US, _DEQUANT_ELEMENT = 5.5, 6.7e8, 0.5, 2.53 / 3.9e6
 
 
 class Plan(NamedTuple):
