@@ -271,6 +271,7 @@ def test_the_second_layer_of_an_mlp_is_a_tile_behind_a_tile(tokens: int, narrow:
     assert _dense_plan.choose_second(tokens, 1152, 4304, tile, vendor) == expected
     assert _dense_plan.choose_second(tokens, 1152, 4304, vendor, vendor) == vendor
     assert _dense_plan.choose_second(tokens, 1024, 4304, tile, vendor) == vendor
+    assert _dense_plan.choose_second(tokens, 1100, 4304, tile, vendor) == vendor  # no multiple of 8
 
 
 def test_the_second_layer_of_many_tokens_is_no_tile_behind_a_tile() -> None:

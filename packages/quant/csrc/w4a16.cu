@@ -121,10 +121,8 @@ bool has_wgmma(DLDevice device) {
          device_attribute(cudaDevAttrComputeCapabilityMinor, device.device_id) == 0;
 }
 
-// Whether there are kernels that add a residual.
-bool adds_residual(const W4Params& p, DLDevice device) {
-  return has_wgmma(device) && (p.group % kStep == 0 || p.groups == 1);
-}
+// Whether there are kernels that add a residual: those of GROUP 128.
+bool adds_residual(const W4Params& p, DLDevice device) { return has_wgmma(device) && p.group != 32 && p.group != 64; }
 
 // x: [T, K]. False: nothing was launched, as no kernel adds the residual. The plan of a call
 // (src/kestrel_quant/_w4_plan.py) is wgmma_tile, splits, ctas and the size of scratch, float32 or None:

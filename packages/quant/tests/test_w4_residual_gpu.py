@@ -27,8 +27,12 @@ EACH_FORM = pytest.mark.parametrize("of", FORCED.values(), ids=FORCED)
 WEIGHTS = pytest.mark.parametrize(
     ("dtype", "symmetric"), [(dtype, s) for dtype in (torch.bfloat16, torch.float16) for s in (True, False)], ids=str
 )
-# N, K, G: partial tiles of rows and of K; several groups, one group; the least N; groups without kernels that add
-SHAPES = [(264, 1024, 128), (1000, 1088, 1088), (136, 992, 992), (8, 640, 640), (264, 512, 64), (264, 512, 32)]
+# N, K, G: partial tiles of rows and of K; several groups, one group; the least N; groups without kernels that add, also
+# as whole rows.
+SHAPES = [
+    *((264, 1024, 128), (1000, 1088, 1088), (136, 992, 992), (8, 640, 640)),
+    *((264, 512, 64), (264, 512, 32), (264, 64, 64), (136, 32, 32)),
+]
 
 
 def exact_case(n: int, k: int, group: int, dtype: torch.dtype, symmetric: bool) -> W4Weight:

@@ -236,6 +236,8 @@ def choose_second(tokens: int, outputs: int, width: int, first: Plan, second: Pl
 
     Behind a tile, which lets the next one start early, few tokens take tiles, and many do not.
     """
+    if outputs % 8:
+        return second
     if outputs in _LONG_OUTPUTS and width in _LONG_WIDTHS and first.kernel == Kernel.COOPERATIVE:
         if any(tokens in tokens_of for tokens_of in _BEHIND_TILE):
             return _NARROW

@@ -86,18 +86,18 @@ def fused_linear_residual(
 
     x: [..., K] bf16, fp16 or float32. weight: [N, K], bias: [N] or None, residual: [..., N], all in x's dtype; or a
     4-bit weight for x's dtype, of :func:`kestrel_quant.pack_w4`.
-    *Constant*: weight, bias. Accumulated in float32, rounded once; of the vendor's GEMM see below.
+    *Constant*: weight, bias. Accumulated in float32, rounded once; of 4-bit weights and the vendor's GEMM see below.
 
     Returns [..., N] in x's dtype, in ``out`` if it is given; ``out`` may be ``residual`` but not ``x``.
     With a 4-bit weight this is :func:`kestrel_quant.w4a16_linear` with a residual: what its kernels cover, where a
     product is rounded before the sum and which ranges of T keep the bits of a row is said there. What follows is about
     other weights.
-    Kernels cover aligned rows: one token, 2 to 4 tokens with N up to 4096 and N*K up to 2^24, and more in 16 bits on an
-    H100 or H200 where they are faster than the vendor's GEMM. There, where it is faster still, its own epilogue adds
-    bias and residual. Other cases run the vendor's GEMM, rounded to x's dtype, and then torch.add, with torch's
-    switches for reduced precision (TF32, reductions in 16 bits). There a product beyond 65504 is inf in fp16. Results
-    are bit-identical between calls with the same number of rows T, whether ``out`` is ``residual`` or not; the order of
-    summation may depend on T.
+    Kernels cover aligned rows that do not overlap: one token, 2 to 4 tokens with N up to 4096 and N*K up to 2^24, and
+    more in 16 bits on an H100 or H200 where they are faster than the vendor's GEMM. There, where it is faster still,
+    its own epilogue adds bias and residual. Other cases run the vendor's GEMM, rounded to x's dtype, and then
+    torch.add, with torch's switches for reduced precision (TF32, reductions in 16 bits). There a product beyond 65504
+    is inf in fp16. Results are bit-identical between calls with the same number of rows T, whether ``out`` is
+    ``residual`` or not; the order of summation may depend on T.
 
     Raises ValueError or TypeError for a wrong dtype, rank, shape or device. Semantics: torch.nn.functional.linear.
 

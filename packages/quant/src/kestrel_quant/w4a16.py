@@ -178,7 +178,7 @@ def w4a16_linear(
     of 32, 64, multiples of 128 or whole rows. A row is the same bit for bit within a range of T; "Ranges of rows" in
     the README lists ranges, kernels, and which of them round each weight to x's dtype first. Other weights are computed
     by reference. On an H100 or H200 kernels add the residual of up to 64 rows, for groups of multiples of 128 and whole
-    rows; otherwise the product may be rounded to x's dtype before the sum.
+    rows of other than 32 or 64; otherwise the product may be rounded to x's dtype before the sum.
     Many rows, and rows that are not aligned, take the vendor's GEMM: the weight is first written in x's dtype, into
     N * K * 2 bytes of scratch memory, and without a bias torch's switch for reductions in 16 bits lets it round partial
     sums to x's dtype. There and by reference a row may differ by rounding from one T to another; for a fixed T it does
@@ -288,8 +288,10 @@ def _w4a16_linear(
     if not by_kernel:
         weight = empty(x, x.dtype, rows, columns)
         kernels.w4_dequant(weight, codes, scales, zeros, group_size)
-        if bias is None:
-            torch.mm(x, weight.T, out=into) if added is None else torch.addmm(added, x, weight.T, out=into)
+        if bias is None and added is None:
+            torch.mm(x, weight.T, out=into)
+        elif bias is None:
+            torch.addmm(added, x, weight.T, out=into)
         else:  # the vendor's epilogue may round before it adds the bias
             product = torch.mm(x, weight.T, out_dtype=torch.float32)
             torch.add(product if added is None else product.add_(added), bias, out=into)
