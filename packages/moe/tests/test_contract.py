@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import kestrel_moe as M
 from kestrel_moe import invoke_moe, invoke_moe_fp8
-from kestrel_moe.linear import _w4_linear_residual
+from kestrel_moe.linear import _fused_linear_residual_w4
 from kestrel_quant import pack_w4
 from kestrel_runtime import Binary, UnsupportedError
 from kestrel_runtime.testing import (
@@ -558,8 +558,8 @@ REGISTERED: dict[str, tuple[Any, Values, str]] = {
     "silu_and_mul 3-D": (M.silu_and_mul, {"x": W1.bfloat16()}, "transposed"),
     "gelu_and_mul_fp8": (M.gelu_and_mul_fp8, {"x": X, "approximate": "tanh"}, "sliced"),
     "fused_linear_residual": (M.fused_linear_residual, GOOD[M.fused_linear_residual], "sliced"),
-    "w4_linear_residual": (
-        _w4_linear_residual,
+    "fused_linear_residual_w4": (
+        _fused_linear_residual_w4,
         {"x": X, "codes": W4.codes, "scales": W4.scales, "zeros": None, "permutation": None, "group_size": 4}
         | {"bias": BIAS, "residual": torch.ones(3, 6)},
         "sliced",

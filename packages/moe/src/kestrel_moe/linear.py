@@ -106,7 +106,7 @@ def fused_linear_residual(
     """
     if isinstance(weight, W4Weight):
         parts = (weight.codes, weight.scales, weight.zeros, weight.permutation, weight.group_size)
-        return _w4_linear_residual(x, *parts, bias, residual, out=out)
+        return _fused_linear_residual_w4(x, *parts, bias, residual, out=out)
     return _fused_linear_residual(x, weight, bias, residual, out=out)
 
 
@@ -142,7 +142,7 @@ def _fused_linear_residual(
 fused_linear_residual.kernel_op = _fused_linear_residual.kernel_op  # type: ignore[attr-defined]
 
 
-def _check_w4_linear_residual(
+def _check_fused_linear_residual_w4(
     x: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -161,12 +161,12 @@ def _check_w4_linear_residual(
 
 @kernel_op(
     reference=reference_of_w4,
-    check=_check_w4_linear_residual,
+    check=_check_fused_linear_residual_w4,
     kernel="cuda",
     out_may_be=("residual",),
     public="fused_linear_residual",
 )
-def _w4_linear_residual(
+def _fused_linear_residual_w4(
     x: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
