@@ -67,6 +67,14 @@ def test_linear_with_residual_takes_a_4_bit_weight(
     assert torch.equal(residual, got)
 
 
+@pytest.mark.parametrize("weight", [None, 3, [1.0]])
+def test_a_weight_of_neither_kind_is_named(weight: object) -> None:
+    with pytest.raises(
+        TypeError, match="fused_linear_residual: argument 'weight': expected a tensor or a W4Weight, got"
+    ):
+        fused_linear_residual(torch.zeros(1, 2), weight, None, torch.zeros(1, 2))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("tokens", [1, 3, 16, 257])

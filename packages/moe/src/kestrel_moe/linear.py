@@ -107,6 +107,8 @@ def fused_linear_residual(
     if isinstance(weight, W4Weight):
         parts = (weight.codes, weight.scales, weight.zeros, weight.permutation, weight.group_size)
         return _fused_linear_residual_w4(x, *parts, bias, residual, out=out)
+    if not isinstance(weight, torch.Tensor):
+        check.fail("fused_linear_residual", "weight", "a tensor or a W4Weight", type(weight).__name__, TypeError)
     return _fused_linear_residual(x, weight, bias, residual, out=out)
 
 
