@@ -3,4 +3,4 @@ from pathlib import Path
 
 from kestrel_runtime.testing import kernels_only, pytest_collection_modifyitems, pytest_configure  # noqa: F401
 
-sys.path.append(str(Path(__file__).parent))  # expert_cases, which tests import by name
+sys.path.append(str(Path(__file__).parent))  # expert_cases and good_calls, which tests import by name

@@ -1,109 +1,50 @@
-"""What every op promises: bad input is named on every path, torch.library agrees, torch.compile traces."""
+"""What every op promises of bad input: it is named on every path, before any work."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from good_calls import (
+    BIAS,
+    EXPERTS,
+    F8,
+    FP8_EXPERTS,
+    GOOD,
+    GOOD_FP8,
+    IDS,
+    INNER,
+    LENGTH,
+    LOGITS,
+    META,
+    SCALE,
+    SORTED,
+    W1,
+    W2,
+    W4,
+    WEIGHT,
+    WEIGHTS,
+    X,
+    ints,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kestrel_moe as M
-from kestrel_moe import invoke_moe, invoke_moe_fp8
-from kestrel_moe.linear import _fused_linear_residual_w4
-from kestrel_quant import pack_w4
 from kestrel_runtime import Binary, UnsupportedError
 from kestrel_runtime.testing import (
     ODD_VALUES,
     BadInput,
     assert_refused,
-    assert_registered,
     assert_rejects,
-    assert_same_bits,
     assert_works_or_is_named,
     cases_of,
     derived_bad_inputs,
     odd_calls,
-    opcheck,
     refusal_params,
-    twins,
 )
-
-F8 = torch.float8_e4m3fn
-Values = dict[str, Any]
-
-
-def ints(*shape: int, **options: Any) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.int32, **options)
-
-
-# T = 3, Hd = 8, E = 4, I = 6, K = 2; 6 pairs in blocks of 16: at most (6 + 4 * 15) // 16 = 4 blocks
-X = torch.linspace(-2, 2, 24).view(3, 8)
-LOGITS = torch.linspace(-1, 1, 12).view(3, 4).sin()
-WEIGHT, BIAS = torch.ones(6, 8), torch.ones(6)
-W4 = pack_w4(WEIGHT, 4)
-W1, W2 = torch.ones(4, 12, 8), torch.ones(4, 8, 6)
-WEIGHTS, IDS, SORTED, EXPERTS, LENGTH = M.route_and_align(LOGITS, 2, 16)
-INNER, SCALE = torch.ones(6, 6), torch.ones(4)
-ALIGNED = {"topk_ids": IDS, "sorted_token_ids": SORTED, "expert_ids": EXPERTS, "num_tokens_post_pad": LENGTH}
-META = {"device": "meta"}
-
-GOOD: dict[Callable[..., Any], Values] = {
-    M.gelu_residual: {"x": X, "approximate": "tanh"},
-    M.silu_and_mul: {"x": X},
-    M.gelu_and_mul: {"x": X, "approximate": "tanh"},
-    M.gelu_residual_fp8: {"x": X, "approximate": "none"},
-    M.silu_and_mul_fp8: {"x": X},
-    M.gelu_and_mul_fp8: {"x": X, "approximate": "tanh"},
-    M.fused_linear_residual: {"x": X, "weight": WEIGHT, "bias": BIAS, "residual": torch.ones(3, 6)},
-    M.gemv: {"x": X, "weight": WEIGHT, "bias": BIAS},
-    M.router_gemm: {"x": X, "weight": WEIGHT},
-    M.moe_sum: {"x": torch.ones(4, 12, 8)},
-    M.fused_mlp: {"x": X, "w1": WEIGHT, "b1": BIAS, "w2": torch.ones(8, 6), "b2": torch.ones(8), "residual": X + 1},
-    M.topk_softmax: {"gating": LOGITS, "k": 2, "bias": torch.ones(4), "num_tokens": ints(1) + 2},
-    M.moe_align_block_size: {
-        "topk_ids": IDS,
-        "num_experts": 4,
-        "block_size": 16,
-        "sorted_token_ids": ints(64),
-        "expert_ids": ints(4),
-        "num_tokens_post_pad": ints(1),
-        "expert_map": ints(4),
-    },
-    M.moe_lora_align_block_size: {
-        "topk_ids": IDS,
-        "token_lora_mapping": ints(3),
-        "num_experts": 4,
-        "block_size": 16,
-        "max_loras": 2,
-        "sorted_token_ids": ints(2, 64),
-        "expert_ids": ints(2, 4),
-        "num_tokens_post_pad": ints(2),
-        "adapter_enabled": torch.ones(2, dtype=torch.bool),
-    },
-    M.route_and_align: {"logits": LOGITS, "k": 2, "block_size": 16, "bias": SCALE, "expert_map": ints(4)},
-    M.invoke_cute_moe_up: {
-        "hidden_states": X, "w1": W1, "w2": None, "topk_weights": None, **ALIGNED, "block_size": 16
-    },
-    M.invoke_cute_moe_down: {"moe_out": INNER, "w3": W2, "topk_weights": WEIGHTS, **ALIGNED, "block_size": 16},
-    M.fused_experts: {"hidden": X, "w1": W1, "w2": W2, "topk_weights": WEIGHTS, "topk_ids": IDS, "expert_map": ints(4)},
-}  # fmt: skip
-GOOD_FP8: dict[Callable[..., Any], Values] = {
-    M.invoke_cute_moe_up_fp8: {
-        "x_q": X.to(F8), "x_scale": torch.ones(3, 1), "w1": W1.to(F8), "w1_scale": SCALE, "w2": None, "w2_scale": None,
-        "topk_weights": None, **ALIGNED, "block_size": 16,
-    },
-    M.invoke_cute_moe_down_fp8: {
-        "x_q": INNER.to(F8), "x_scale": torch.ones(6, 1), "w3": W2.to(F8), "w3_scale": SCALE, "topk_weights": WEIGHTS,
-        **ALIGNED, "block_size": 16,
-    },
-}  # fmt: skip
-FP8_EXPERTS = GOOD[M.fused_experts] | {
-    "w1": W1.to(F8), "w2": W2.to(F8), "w1_scale": torch.ones(4), "w2_scale": torch.ones(4, 8), "expert_map": None
-}  # fmt: skip
 
 gelu, silu, plain_gelu = (cases_of(GOOD[op]) for op in (M.gelu_residual, M.silu_and_mul, M.gelu_and_mul))
 gelu8, silu8 = cases_of(GOOD[M.gelu_residual_fp8]), cases_of(GOOD[M.silu_and_mul_fp8])
@@ -498,133 +439,3 @@ def test_whatever_is_passed_either_works_or_is_named(op: Callable[..., Any], dat
     args, kwargs = data.draw(odd_calls((), good, ODD))
     copies = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()}
     assert_works_or_is_named(op, args, copies)
-
-
-# ---- autocast --------------------------------------------------------------------------------------------------------
-
-
-def in_sixteen_bits(values: Values) -> Values:
-    """The call with bf16 inputs whose products bf16 cannot hold; weights of the router stay float32."""
-    noise = torch.Generator().manual_seed(0)
-    return {
-        name: (x + torch.rand(x.shape, generator=noise)).bfloat16()
-        if isinstance(x, torch.Tensor) and x.dtype == torch.float32 and name not in ("topk_weights", "bias")
-        else x
-        for name, x in values.items()
-    }
-
-
-@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("op", "inputs"),
-    [(op, "as given") for op in (*GOOD, *GOOD_FP8)] + [(op, "bf16") for op in GOOD],
-    ids=lambda part: part if isinstance(part, str) else part.__name__,
-)
-def test_an_op_means_the_same_under_autocast(op: Callable[..., Any], inputs: str, autocast: torch.dtype) -> None:
-    values = {**GOOD, **GOOD_FP8}[op]
-    if inputs == "bf16":
-        values = in_sixteen_bits(values)
-        if "bias" in values and op in (M.gemv, M.fused_linear_residual):
-            values["bias"] = values["bias"].bfloat16()
-    plain, cast = (dict(zip(values, twins(values.values()), strict=True)) for _ in range(2))
-    expected = op(**plain)
-    with torch.autocast("cpu", autocast):
-        got = op(**cast)
-    assert_same_bits(got, expected, op.__name__)
-    for name in values:
-        assert_same_bits(cast[name], plain[name], name)
-
-
-def test_router_logits_keep_their_bits_under_autocast() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = M.router_gemm(torch.tensor([[1.0, 2.0**-9]]).bfloat16(), torch.ones(1, 2).bfloat16())
-    assert logits.item() == 1 + 2.0**-9
-
-
-# ---- registration and compilation ------------------------------------------------------------------------------------
-
-
-def test_every_op_is_registered_documented_and_exported() -> None:
-    assert_registered(M)
-
-
-BLOCKS = {**ALIGNED, "block_size": 16}
-UP8, DOWN8 = ({k: v for k, v in good.items() if k != "topk_weights"} for good in (GOOD_FP8.values()))
-DOWN8 = DOWN8 | {"topk_weights": WEIGHTS}
-# Ops that share schema and reference code with one of these are not listed twice.
-REGISTERED: dict[str, tuple[Any, Values, str]] = {
-    "gelu_residual": (M.gelu_residual, {"x": X.half(), "approximate": "tanh"}, "sliced"),
-    "gelu_residual out": (M.gelu_residual, {"x": X, "out": torch.empty(3, 4)}, "contiguous"),
-    "silu_and_mul 3-D": (M.silu_and_mul, {"x": W1.bfloat16()}, "transposed"),
-    "gelu_and_mul_fp8": (M.gelu_and_mul_fp8, {"x": X, "approximate": "tanh"}, "sliced"),
-    "fused_linear_residual": (M.fused_linear_residual, GOOD[M.fused_linear_residual], "sliced"),
-    "fused_linear_residual_w4": (
-        _fused_linear_residual_w4,
-        {"x": X, "codes": W4.codes, "scales": W4.scales, "zeros": None, "permutation": None, "group_size": 4}
-        | {"bias": BIAS, "residual": torch.ones(3, 6)},
-        "sliced",
-    ),
-    "gemv": (M.gemv, {"x": W1, "weight": WEIGHT}, "transposed"),
-    "gemv out": (M.gemv, GOOD[M.gemv] | {"out": torch.empty(3, 6)}, "contiguous"),
-    "router_gemm": (M.router_gemm, {"x": X.half(), "weight": WEIGHT.half()}, "sliced"),
-    "moe_sum": (M.moe_sum, {"x": W1.bfloat16()}, "transposed"),
-    "moe_sum out": (M.moe_sum, {"x": W1, "out": torch.empty(4, 8)}, "contiguous"),
-    "fused_mlp": (M.fused_mlp, GOOD[M.fused_mlp], "sliced"),
-    "topk_softmax": (M.topk_softmax, GOOD[M.topk_softmax] | {"renormalize": True}, "sliced"),
-    "moe_align_block_size": (M.moe_align_block_size, GOOD[M.moe_align_block_size], "contiguous"),
-    "moe_lora_align_block_size": (M.moe_lora_align_block_size, GOOD[M.moe_lora_align_block_size], "contiguous"),
-    "route_and_align": (M.route_and_align, GOOD[M.route_and_align], "sliced"),
-    "fused_experts": (M.fused_experts, GOOD[M.fused_experts], "sliced"),
-    "fused_experts out": (M.fused_experts, GOOD[M.fused_experts] | {"out": torch.empty(3, 8)}, "contiguous"),
-    "fused_experts fp8": (M.fused_experts, FP8_EXPERTS, "contiguous"),
-    "up": (invoke_moe._invoke_cute_moe_up, {"hidden_states": X, "w1": W1, "w2": W1, **BLOCKS}, "sliced"),
-    "down": (
-        invoke_moe._invoke_cute_moe_down,
-        {"moe_out": INNER, "w3": W2, "topk_weights": WEIGHTS, **BLOCKS, "out": torch.empty(3, 2, 8)},
-        "contiguous",
-    ),
-    "up_fp8": (invoke_moe_fp8._invoke_cute_moe_up_fp8, UP8, "contiguous"),
-    "down_fp8": (invoke_moe_fp8._invoke_cute_moe_down_fp8, DOWN8, "contiguous"),
-}
-
-
-@pytest.mark.parametrize("name", REGISTERED)
-def test_registration_agrees_with_torch(name: str) -> None:
-    op, values, layout = REGISTERED[name]
-    parameters = inspect.signature(op).parameters
-    assert set(values) <= set(parameters), f"{name}: {set(values) - set(parameters)}"
-    opcheck(op, (), values, layout=layout, views=[next(iter(values))])
-
-
-def test_public_functions_compile_into_one_graph() -> None:
-    def layer(x: torch.Tensor, logits: torch.Tensor) -> list[torch.Tensor]:
-        weights, ids, counts = M.topk_softmax(logits, 2, renormalize=True)
-        _, _, *aligned = M.route_and_align(logits, 2, 16)
-        up = M.invoke_cute_moe_up(x, W1, None, None, ids, *aligned)
-        down = M.invoke_cute_moe_down(up[:, :6], W2, weights, ids, *aligned, block_size=16)
-        codes, one = x.to(F8), torch.ones(3, 1)
-        up8 = M.invoke_cute_moe_up_fp8(codes, one, W1.to(F8), SCALE, None, None, None, ids, *aligned)
-        down8 = M.invoke_cute_moe_down_fp8(
-            up8[:, :6].to(F8), torch.ones(6, 1), W2.to(F8), SCALE, weights, ids, *aligned,
-            out=torch.empty(3, 2, 8).bfloat16(),
-        )  # fmt: skip
-        buffers = [torch.empty(n, dtype=torch.int32) for n in (64, 4, 1)]
-        M.moe_align_block_size(ids, 4, 16, *buffers)
-        stacked = [torch.zeros(shape, dtype=torch.int32) for shape in ((2, 64), (2, 4), (2,))]
-        M.moe_lora_align_block_size(ids, ints(3), 4, 16, 2, *stacked, torch.tensor([True, False]))
-        routed = M.fused_experts(x, W1, W2, weights, ids)
-        routed8 = M.fused_experts(x, W1.to(F8), W2.to(F8), weights, ids, w1_scale=SCALE, w2_scale=SCALE)
-        dense = M.fused_mlp(x, WEIGHT, BIAS, torch.ones(8, 6), None, routed, out=torch.empty_like(x))
-        linear = M.fused_linear_residual(x, WEIGHT, BIAS, M.gemv(x, WEIGHT))
-        linear = M.fused_linear_residual(x, W4, None, linear, out=torch.empty_like(linear))
-        quantised = (*M.silu_and_mul_fp8(x), *M.gelu_residual_fp8(x), *M.gelu_and_mul_fp8(x, approximate="tanh"))
-        gated = (M.gelu_residual(x), M.silu_and_mul(x), M.gelu_and_mul(x, out=torch.empty_like(x[:, :4])))
-        more = (M.router_gemm(x, WEIGHT), M.moe_sum(torch.stack((x, x), 1)))
-        floats = [part.float() for part in quantised]
-        routing = [weights, ids, counts, *aligned, *buffers, *stacked]
-        return [*routing, up, down, up8, down8, routed, routed8, dense, linear, *floats, *gated, *more]
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for index, (got, expected) in enumerate(zip(compiled(X, LOGITS), layer(X, LOGITS), strict=True)):
-        assert torch.equal(got, expected), f"result {index}"
-        assert got.stride() == expected.stride(), f"result {index}"
